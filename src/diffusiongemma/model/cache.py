@@ -1,0 +1,180 @@
+"""The K/V cache: what the network remembers of the prefix.
+
+A `CacheRow` is one sequence. Its full layers grow with it; its sliding layers are rings that keep the window and
+nothing more. A `KVCache` is a list of rows that go through the network together; rows are independent, so rows of
+several caches can form a batch for one pass (`KVCache(rows)`) and part again.
+
+Shapes: K key/value heads, S slots, Dh head size. Token at position p lies in slot p of a full layer and in slot
+p mod S of a ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from diffusiongemma.config import ModelConfig
+from diffusiongemma.errors import CacheError
+
+GROWTH = 256  # a full layer starts with this many slots and doubles
+
+
+class CacheRow:
+    """One sequence's keys and values in every layer. `length` counts the tokens it has seen."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        max_length: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        rollback: int = 0,
+    ) -> None:
+        """`rollback`: extra slots in the rings, so that that many tokens can be truncated after the window slid."""
+        if not 1 <= max_length <= config.max_position_embeddings:
+            raise CacheError(f"max_length must be from 1 to {config.max_position_embeddings}, got {max_length}")
+        if rollback < 0:
+            raise CacheError(f"rollback must be at least 0, got {rollback}")
+        self.config, self.max_length, self.rollback = config, max_length, rollback
+        self.length = 0
+        self._deepest = 0  # the longest this row has been since its rings were written
+        self.ring = min(max_length, max(config.sliding_window - 1, config.canvas_window) + rollback)
+        self.keys: list[Tensor] = []  # a layer each: [K, S, Dh]
+        self.values: list[Tensor] = []
+        for layer in range(config.num_hidden_layers):
+            heads, head_dim = config.layer_heads(layer)
+            slots = self.ring if config.is_sliding(layer) else min(max_length, GROWTH)
+            self.keys.append(torch.empty(heads, slots, head_dim, dtype=dtype, device=device))
+            self.values.append(torch.empty(heads, slots, head_dim, dtype=dtype, device=device))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (*self.keys, *self.values))
+
+    def last(self, layer: int, count: int) -> tuple[list[Tensor], list[Tensor]]:
+        """The last `count` (or fewer) cached tokens in order, as one or two views of keys and of values."""
+        return self._between(layer, self.length - min(count, self.length), self.length)
+
+    def _between(self, layer: int, first: int, end: int) -> tuple[list[Tensor], list[Tensor]]:
+        """The tokens at positions first … end - 1, as one or two views."""
+        slots, count = self.keys[layer].shape[1], end - first
+        start = first % slots if self.config.is_sliding(layer) else first
+        spans = [(start, min(start + count, slots)), (0, start + count - slots)]
+        keys, values = self.keys[layer], self.values[layer]
+        return [keys[:, a:b] for a, b in spans if b > a], [values[:, a:b] for a, b in spans if b > a]
+
+    def check_room(self, count: int) -> None:
+        if self.length + count > self.max_length:
+            raise CacheError(
+                f"the cache holds {self.length} of at most {self.max_length} tokens, {count} more do not fit: "
+                "make it with a larger max_length"
+            )
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store the tokens after the current ones; k, v [K, T, Dh]. `advance` makes them count."""
+        new = k.shape[1]
+        if self.config.is_sliding(layer):
+            slots = self.keys[layer].shape[1]
+            kept = min(new, slots)
+            at = torch.arange(self.length + new - kept, self.length + new, device=k.device) % slots
+            self.keys[layer].index_copy_(1, at, k[:, new - kept :].to(self.keys[layer].dtype))
+            self.values[layer].index_copy_(1, at, v[:, new - kept :].to(self.values[layer].dtype))
+        else:
+            self._grow(layer, self.length + new)
+            self.keys[layer][:, self.length : self.length + new] = k
+            self.values[layer][:, self.length : self.length + new] = v
+
+    def _grow(self, layer: int, needed: int) -> None:
+        slots = self.keys[layer].shape[1]
+        if needed <= slots:
+            return
+        for store in (self.keys, self.values):
+            old = store[layer]
+            grown = old.new_empty(old.shape[0], min(self.max_length, max(needed, 2 * slots)), old.shape[2])
+            grown[:, : self.length] = old[:, : self.length]
+            store[layer] = grown
+
+    def advance(self, count: int) -> None:
+        self.length += count
+        self._deepest = max(self._deepest, self.length)
+
+    def can_truncate(self, length: int) -> bool:
+        """Are the tokens that a row of this length would look back on still in the rings?"""
+        return 0 <= length <= self.length and (self._deepest <= self.ring or self._deepest - length <= self.rollback)
+
+    def truncate(self, length: int) -> None:
+        """Forget the tokens from `length` on."""
+        if not 0 <= length <= self.length:
+            raise CacheError(f"cannot truncate a cache of {self.length} tokens to {length}")
+        if length == self.length:
+            return
+        if not self.can_truncate(length):
+            if length == 0:
+                self._deepest = 0
+            else:
+                raise CacheError(
+                    f"cannot truncate to {length} tokens: the sliding layers, once at {self._deepest}, no longer hold "
+                    f"the window before it; make the cache with rollback >= {self._deepest - length}, or encode again"
+                )
+        self.length = length
+
+    def fork(self, max_length: int | None = None, length: int | None = None) -> CacheRow:
+        """An independent copy of the first `length` tokens (default: all), with room for `max_length` in all."""
+        length = self.length if length is None else length
+        limit = self.max_length if max_length is None else max_length
+        if not self.can_truncate(length):
+            raise CacheError(f"cannot fork at {length} of {self.length} tokens: the sliding layers no longer hold them")
+        if limit < length:
+            raise CacheError(f"a fork with room for {limit} tokens cannot hold {length}")
+        twin = CacheRow(self.config, limit, self.keys[0].dtype, self.keys[0].device, self.rollback)
+        oldest = max(0, self._deepest - self.ring)  # what the rings still hold begins here
+        for layer in range(self.config.num_hidden_layers):
+            count = min(length - oldest, twin.ring) if self.config.is_sliding(layer) else length
+            if count:
+                keys, values = self._between(layer, length - count, length)
+                twin.length = length - count
+                twin.write(layer, torch.cat(keys, dim=1), torch.cat(values, dim=1))
+        twin.length = length
+        oldest = max(oldest, length - twin.ring)
+        twin._deepest = max(length, oldest + twin.ring) if oldest else length
+        return twin
+
+    @staticmethod
+    def bytes_for(config: ModelConfig, max_length: int, dtype: torch.dtype, rollback: int = 0) -> int:
+        """What a row of this size takes when it is full."""
+        ring = min(max_length, max(config.sliding_window - 1, config.canvas_window) + rollback)
+        numbers = 0
+        for layer in range(config.num_hidden_layers):
+            heads, head_dim = config.layer_heads(layer)
+            numbers += 2 * heads * head_dim * (ring if config.is_sliding(layer) else max_length)
+        return numbers * dtype.itemsize
+
+
+class KVCache:
+    """The rows of one batch. `model.new_cache()` makes it; `model.encode()` fills it; `model.denoise()` reads it."""
+
+    def __init__(self, rows: Sequence[CacheRow]) -> None:
+        if not rows:
+            raise CacheError("a cache needs at least one row")
+        self.rows = list(rows)
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.rows)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [row.length for row in self.rows]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(row.nbytes for row in self.rows)
+
+    def truncate(self, length: int) -> None:
+        for row in self.rows:
+            row.truncate(length)
+
+    def fork(self, max_length: int | None = None) -> KVCache:
+        return KVCache([row.fork(max_length) for row in self.rows])

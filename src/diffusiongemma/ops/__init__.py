@@ -1,0 +1,1 @@
+"""Each hot operation once: a torch reference, and beside it the kernels that must equal it."""

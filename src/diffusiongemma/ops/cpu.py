@@ -1,0 +1,90 @@
+"""bfloat16 on a CPU that promises more than it does.
+
+Some virtual machines advertise Intel AMX but die with an illegal instruction when oneDNN uses it, which torch does for
+every bfloat16 product. The only safe way to know is to let a forked child try: it has this process's oneDNN, in the
+state it is in, and costs milliseconds. If the child dies, oneDNN is held back to AVX-512 by the variable that it reads
+on its first use; if that comes too late for this process, the user must set it before starting.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import platform
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+
+from diffusiongemma.errors import DeviceError
+
+ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
+ISA_WITHOUT_AMX = "AVX512_CORE_BF16"
+
+
+@cache
+def ensure_cpu_bf16() -> None:
+    """Make bfloat16 usable on this CPU, or raise a DeviceError that says what to do."""
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
+        return  # AMX is there only
+    if survives(_bf16_work):
+        return
+    set_by_user = os.environ.get(ISA_VARIABLE)
+    if set_by_user is not None:
+        raise DeviceError(
+            f"bfloat16 does not work on this CPU with {ISA_VARIABLE}={set_by_user}: "
+            f"set it to {ISA_WITHOUT_AMX}, or use dtype='float32'"
+        )
+    os.environ[ISA_VARIABLE] = ISA_WITHOUT_AMX
+    if survives(_bf16_work):
+        return
+    del os.environ[ISA_VARIABLE]
+    raise DeviceError(
+        "bfloat16 does not work on this CPU in this process: it advertises instructions that it cannot run. "
+        f"Start again with {ISA_VARIABLE}={ISA_WITHOUT_AMX} in the environment, or use dtype='float32'"
+    )
+
+
+def survives(work: Callable[[], object], timeout: float = 20.0) -> bool:
+    """Whether a forked child gets through `work` without a signal, an exception or a hang."""
+    child = os.fork()
+    if child == 0:
+        _run_and_exit(work)
+    deadline = time.monotonic() + timeout
+    pause = 0.001
+    while True:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return status == 0
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+
+
+def _run_and_exit(work: Callable[[], object]) -> None:
+    code = 1
+    try:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # its death is expected: no core file, no report
+        faulthandler.disable()
+        torch.set_num_threads(1)  # the thread pool does not survive a fork
+        work()
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _bf16_work() -> None:
+    a = torch.ones(256, 256, dtype=torch.bfloat16)
+    F.linear(a, a)
+    torch.bmm(a.expand(2, -1, -1), a.expand(2, -1, -1))
+    heads = a.view(1, 4, 64, 256)
+    F.scaled_dot_product_attention(heads, heads, heads)

@@ -1,0 +1,44 @@
+import pytest
+import torch
+
+from diffusiongemma.ops import attention
+from diffusiongemma.ops.attention import attend_canvas, attend_causal
+
+
+def plain(q, k, v, seen):
+    """The definition, in float64: q [T, H, Dh], k and v [K, S, Dh], seen [T, S]."""
+    q, k, v = q.double(), k.double(), v.double()
+    group = q.shape[1] // k.shape[0]
+    outs = []
+    for head in range(q.shape[1]):
+        scores = q[:, head] @ k[head // group].T
+        outs.append(scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v[head // group])
+    return torch.stack(outs, 1).float()
+
+
+def make(tokens: int, keys: int, heads: int = 4, kv_heads: int = 2, size: int = 8):
+    g = torch.Generator().manual_seed(tokens * 100 + keys)
+    return (
+        torch.randn(tokens, heads, size, generator=g),
+        torch.randn(kv_heads, keys, size, generator=g),
+        torch.randn(kv_heads, keys, size, generator=g),
+    )
+
+
+@pytest.mark.parametrize(("tokens", "keys"), [(1, 1), (5, 5), (7, 30), (32, 33)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (4, 4), (6, 1)])
+def test_canvas(tokens, keys, heads, kv_heads) -> None:
+    q, k, v = make(tokens, keys, heads, kv_heads)
+    seen = torch.ones(tokens, keys, dtype=torch.bool)
+    torch.testing.assert_close(attend_canvas(q, k, v), plain(q, k, v, seen), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("block", [3, 1024])  # small query blocks must not change anything
+@pytest.mark.parametrize("window", [None, 1, 4, 9, 100])
+@pytest.mark.parametrize(("tokens", "cached"), [(1, 0), (1, 6), (5, 0), (12, 0), (12, 8), (30, 3)])
+def test_causal(tokens, cached, window, block, monkeypatch) -> None:
+    monkeypatch.setattr(attention, "QUERY_BLOCK", block)
+    q, k, v = make(tokens, cached + tokens)
+    at, key = torch.arange(cached, cached + tokens)[:, None], torch.arange(cached + tokens)[None]
+    seen = (key <= at) & (key > at - (window or 10**6))
+    torch.testing.assert_close(attend_causal(q, k, v, window), plain(q, k, v, seen), atol=1e-5, rtol=1e-4)

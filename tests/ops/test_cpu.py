@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from diffusiongemma.errors import DeviceError
+from diffusiongemma.ops import cpu
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv(cpu.ISA_VARIABLE, raising=False)
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    cpu.ensure_cpu_bf16.cache_clear()
+    yield
+    cpu.ensure_cpu_bf16.cache_clear()
+
+
+def illegal_instruction() -> None:
+    os.kill(os.getpid(), signal.SIGILL)
+
+
+@pytest.mark.parametrize(
+    ("work", "alive"),
+    [(lambda: None, True), (illegal_instruction, False), (lambda: 1 / 0, False), (lambda: time.sleep(60), False)],
+)
+def test_a_child_tells_whether_work_is_survived(
+    work: Callable[[], object], alive: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    began = time.monotonic()
+    assert cpu.survives(work, timeout=1.0) is alive
+    assert time.monotonic() - began < 10
+    assert capfd.readouterr() == ("", "")
+
+
+def broken_amx(initialised: bool) -> Callable[[], None]:
+    """A CPU whose AMX dies unless the variable holds it back in time."""
+
+    def work() -> None:
+        if initialised or os.environ.get(cpu.ISA_VARIABLE) != cpu.ISA_WITHOUT_AMX:
+            illegal_instruction()
+
+    return work
+
+
+def test_a_broken_cpu_is_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_bf16_work", broken_amx(initialised=False))
+    cpu.ensure_cpu_bf16()
+    assert os.environ[cpu.ISA_VARIABLE] == cpu.ISA_WITHOUT_AMX
+
+
+def test_too_late_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_bf16_work", broken_amx(initialised=True))
+    with pytest.raises(DeviceError, match="Start again with ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"):
+        cpu.ensure_cpu_bf16()
+    assert cpu.ISA_VARIABLE not in os.environ
+
+
+def test_the_users_choice_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_bf16_work", broken_amx(initialised=False))
+    monkeypatch.setenv(cpu.ISA_VARIABLE, "ALL")
+    with pytest.raises(DeviceError, match="ONEDNN_MAX_CPU_ISA=ALL"):
+        cpu.ensure_cpu_bf16()
+    assert os.environ[cpu.ISA_VARIABLE] == "ALL"
+
+
+def test_a_good_cpu_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[object] = []
+    monkeypatch.setattr(cpu, "survives", lambda work: tries.append(work) or True)
+    cpu.ensure_cpu_bf16()
+    cpu.ensure_cpu_bf16()
+    assert tries == [cpu._bf16_work]
+    assert cpu.ISA_VARIABLE not in os.environ
+
+
+def test_the_trial_itself_is_sound() -> None:
+    """What the child computes must be able to succeed: an exception in it would look like a broken CPU."""
+    if cpu.survives(cpu._bf16_work):
+        cpu._bf16_work()
+    else:
+        pytest.skip("bfloat16 does not work in this process")
