@@ -1,0 +1,7 @@
+"""Files into a network and back: the stock safetensors layout, shards, hub ids."""
+
+from diffusiongemma.checkpoint.hub import resolve
+from diffusiongemma.checkpoint.load import load_config, load_model
+from diffusiongemma.checkpoint.save import save_model
+
+__all__ = ["load_config", "load_model", "resolve", "save_model"]

@@ -1,0 +1,72 @@
+"""Where weights go: the device, the number format, and a network with room for them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+
+from diffusiongemma.checkpoint.files import TensorInfo
+from diffusiongemma.checkpoint.plan import FILE_DTYPES
+from diffusiongemma.config import ModelConfig
+from diffusiongemma.errors import DeviceError
+from diffusiongemma.model import DiffusionGemma
+from diffusiongemma.ops.cpu import ensure_cpu_bf16
+
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FILE_DTYPES.values()}
+
+
+def pick_device(device: str | torch.device) -> torch.device:
+    """A device that works here; "auto" is the GPU where there is one."""
+    try:
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        picked = torch.device(device)
+        torch.empty(1, device=picked)
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+        raise DeviceError(f"device {str(device)!r} cannot be used here: {_first_line(error)}") from None
+    return picked
+
+
+def pick_dtype(dtype: str | torch.dtype, device: torch.device, tensors: Iterable[TensorInfo]) -> torch.dtype:
+    """A number format that works on the device; "auto" is float32 on a CPU, else what most of `tensors` have."""
+    if dtype == "auto":
+        picked = torch.float32 if device.type == "cpu" else _majority(tensors)
+    else:
+        picked = parse_dtype(dtype)
+    if device.type == "cpu" and picked == torch.bfloat16:
+        ensure_cpu_bf16()
+    return picked
+
+
+def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    picked = DTYPES.get(str(dtype).removeprefix("torch."))
+    if picked is None:
+        raise DeviceError(f"dtype {str(dtype)!r} is not one of {', '.join(DTYPES)}")
+    return picked
+
+
+def empty_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> DiffusionGemma:
+    """The network with memory of the right size and format, and nothing in it."""
+    with torch.device("meta"):
+        model = DiffusionGemma(config).to(dtype)
+    size = sum(tensor.nbytes for tensor in model.state_dict().values())
+    try:
+        return model.to_empty(device=device)
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        raise DeviceError(
+            f"{size / 1e9:.1f} GB of weights do not fit on {device} ({_first_line(error)}): "
+            "use a smaller dtype or another device"
+        ) from None
+
+
+def _majority(tensors: Iterable[TensorInfo]) -> torch.dtype:
+    count: Counter[str] = Counter()
+    for info in tensors:
+        count[info.dtype] += torch.Size(info.shape).numel()
+    return FILE_DTYPES[count.most_common(1)[0][0]]
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
