@@ -5,13 +5,21 @@ import torch.nn.functional as F
 from diffusiongemma.ops.linear import linear
 
 
+@pytest.fixture(params=[1, 2, 8])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize(("width", "out"), [(64, 96), (224, 512), (512, 1408)])
-def test_a_row_keeps_its_bits_whatever_its_neighbours(width: int, out: int) -> None:
+def test_a_row_keeps_its_bits_whatever_its_neighbours(width: int, out: int, threads) -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(700, width, generator=generator), torch.randn(out, width, generator=generator)
     alone = torch.cat([linear(x[i : i + 1], weight) for i in range(32)])
     assert torch.allclose(alone, F.linear(x[:32].double(), weight.double()).float(), atol=1e-3)
-    for start, rows in [(0, 2), (3, 5), (0, 8), (7, 9), (0, 31), (5, 64), (0, 257), (0, 700)]:
+    for start, rows in [(0, 2), (3, 5), (0, 8), (7, 9), (1, 10), (0, 11), (0, 31), (5, 64), (0, 257), (0, 700)]:
         together = linear(x[start : start + rows], weight)
         seen = min(32 - start, rows)
         assert torch.equal(together[:seen], alone[start : start + seen])

@@ -228,3 +228,12 @@ def test_the_callers_messages_are_not_touched() -> None:
     before = json.dumps(messages)
     TEMPLATE.render(messages)
     assert json.dumps(messages) == before
+
+
+def test_find_tells_no_template_from_a_damaged_one(tmp_path) -> None:
+    assert ChatTemplate.find(tmp_path) is None
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    assert ChatTemplate.find(tmp_path) is not None
+    (tmp_path / "chat_template.jinja").write_text("{% for %}")
+    with pytest.raises(TokenizerError):
+        ChatTemplate.find(tmp_path)

@@ -3,5 +3,6 @@
 from diffusiongemma.checkpoint.hub import resolve
 from diffusiongemma.checkpoint.load import load_config, load_model
 from diffusiongemma.checkpoint.save import save_model
+from diffusiongemma.checkpoint.target import pick_device, pick_dtype
 
-__all__ = ["load_config", "load_model", "resolve", "save_model"]
+__all__ = ["load_config", "load_model", "pick_device", "pick_dtype", "resolve", "save_model"]

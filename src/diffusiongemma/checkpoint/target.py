@@ -30,7 +30,10 @@ def pick_device(device: str | torch.device) -> torch.device:
 
 
 def pick_dtype(dtype: str | torch.dtype, device: torch.device, tensors: Iterable[TensorInfo]) -> torch.dtype:
-    """A number format that works on the device; "auto" is float32 on a CPU, else what most of `tensors` have."""
+    """A number format that works on the device.
+
+    "auto" is float32 on a CPU, else what most of `tensors` have, else bfloat16.
+    """
     if dtype == "auto":
         picked = torch.float32 if device.type == "cpu" else _majority(tensors)
     else:
@@ -65,7 +68,7 @@ def _majority(tensors: Iterable[TensorInfo]) -> torch.dtype:
     count: Counter[str] = Counter()
     for info in tensors:
         count[info.dtype] += torch.Size(info.shape).numel()
-    return FILE_DTYPES[count.most_common(1)[0][0]]
+    return FILE_DTYPES[count.most_common(1)[0][0]] if count else torch.bfloat16
 
 
 def _first_line(error: BaseException) -> str:

@@ -47,6 +47,16 @@ class ChatTemplate:
             return cls({name: read_text(path) for name, path in files.items()}, tokens)
         return cls(_from_config(read_optional(folder / "tokenizer_config.json").get("chat_template")), tokens)
 
+    @classmethod
+    def find(cls, folder: str | Path) -> ChatTemplate | None:
+        """As `from_pretrained`, but None where a checkpoint has no template at all (a damaged one is an error)."""
+        folder = Path(folder)
+        files = [folder / "chat_template.jinja", *(folder / "chat_templates").glob("*.jinja")]
+        declared = read_optional(folder / "tokenizer_config.json").get("chat_template")
+        if declared is None and not any(file.exists() for file in files):
+            return None
+        return cls.from_pretrained(folder)
+
     def render(
         self,
         messages: Sequence[Message],
