@@ -1,0 +1,260 @@
+"""The engine: prompts in, a stream of events out. Everything else in this package consumes that stream."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from diffusiongemma.checkpoint import load_model, pick_device, pick_dtype, resolve
+from diffusiongemma.config import PRESETS, ModelConfig
+from diffusiongemma.diffusion import Draws
+from diffusiongemma.engine.candidates import drain
+from diffusiongemma.engine.edit import EditResult, Span, edit_stream
+from diffusiongemma.engine.events import Commit, End, Event, Result, TokenLogprob
+from diffusiongemma.engine.fill import FillResult, Template, fill_stream
+from diffusiongemma.engine.infill import InfillResult, infill_stream
+from diffusiongemma.engine.output import OutputText
+from diffusiongemma.engine.params import SamplingParams, released_params
+from diffusiongemma.engine.prompt import Prompt, build_prompt
+from diffusiongemma.engine.request import Request
+from diffusiongemma.engine.runner import Runner
+from diffusiongemma.engine.scheduler import Limits, Scheduler
+from diffusiongemma.engine.sequence import Sequence as Running
+from diffusiongemma.engine.worker import Handle, Worker
+from diffusiongemma.errors import CheckpointError, DiffusionGemmaError, TokenizerError
+from diffusiongemma.model import DiffusionGemma
+from diffusiongemma.text import ChatTemplate, Tokenizer
+from diffusiongemma.text.bytes import byte_tokenizer
+
+ASSETS = Path(__file__).parent.parent / "assets"
+RANDOM = "random:"
+
+
+class Engine:
+    def __init__(
+        self,
+        model: DiffusionGemma,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None = None,
+        *,
+        name: str = "model",
+        params: SamplingParams | None = None,
+        ends: Iterable[int] = (),
+        limits: Limits | None = None,
+    ) -> None:
+        if tokenizer.vocab_size > model.config.vocab_size:
+            raise TokenizerError(
+                f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {model.config.vocab_size}: "
+                "they do not belong together"
+            )
+        self.model, self.tokenizer, self.template, self.name = model, tokenizer, template, name
+        self.params = params or SamplingParams()
+        self.ends = tuple(sorted({*model.config.eos_token_ids, *ends}))
+        special = tokenizer.special
+        pairs = (("<|channel>", "<channel|>"), ("<|tool_call>", "<tool_call|>"))
+        self._pairs = [(special[a], special[b]) for a, b in pairs if a in special and b in special]
+        self._limits = limits or Limits()
+        self.scheduler = Scheduler(model.config, Runner(model), self._limits)
+        self.worker = Worker(self.scheduler)
+
+    @classmethod
+    def load(
+        cls,
+        name: str | Path = "nano",
+        device: str = "auto",
+        dtype: str = "auto",
+        *,
+        revision: str | None = None,
+        limits: Limits | None = None,
+        progress: bool | None = None,
+    ) -> Engine:
+        """`name`: "nano" (embedded), a checkpoint folder, a hub id, or "random:PRESET" (random weights, for trials)."""
+        if isinstance(name, str) and name.startswith(RANDOM):
+            return cls.random(name.removeprefix(RANDOM), device=device, dtype=dtype, limits=limits)
+        embedded = ASSETS / str(name)
+        if str(name) == "nano" and not embedded.is_dir():
+            raise CheckpointError("the embedded model 'nano' is not part of this build; try 'random:tiny' or a folder")
+        folder = embedded if str(name) == "nano" else resolve(name, revision)
+        model = load_model(folder, device, dtype, progress=progress)
+        params, ends = released_params(folder)
+        tokenizer, template = Tokenizer.from_pretrained(folder), ChatTemplate.find(folder)
+        return cls(model, tokenizer, template, name=str(name), params=params, ends=ends, limits=limits)
+
+    @classmethod
+    def random(
+        cls,
+        preset: str = "tiny",
+        seed: int = 0,
+        std: float = 0.1,
+        *,
+        device: str = "cpu",
+        dtype: str = "auto",
+        limits: Limits | None = None,
+    ) -> Engine:
+        """Random weights and a tokenizer of bytes: it writes noise, but it runs everywhere and at once."""
+        if preset not in PRESETS:
+            raise CheckpointError(f"no preset {preset!r} to make a random model of; there are: {', '.join(PRESETS)}")
+        where = pick_device(device)
+        with where:
+            model = DiffusionGemma(ModelConfig.preset(preset)).init_weights(seed, std)
+        model = model.to(pick_dtype(dtype, where, [])).eval().requires_grad_(False)
+        return cls(model, byte_tokenizer(), name=f"{RANDOM}{preset}", limits=limits)
+
+    # ---- asking ------------------------------------------------------------------------------------------------------
+
+    def request(
+        self,
+        prompt: Prompt,
+        *,
+        thinking: bool | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        raw: bool = False,
+        pins: Mapping[int, int] | None = None,
+        drafts: bool = True,
+        params: SamplingParams | None = None,
+        **options: Any,
+    ) -> Request:
+        """A checked request; `options` are SamplingParams by name."""
+        built = build_prompt(prompt, self.tokenizer, self.template, thinking, tools, raw)
+        chosen = SamplingParams.build(params or self.params, **options)
+        return Request(built.tokens, chosen, dict(pins or {}), stable=built.stable, drafts=drafts)
+
+    def submit(
+        self, request: Request, forward: Callable[[Event], None] | None = None, draws: Draws | None = None
+    ) -> Handle:
+        """Hand a request in. Its events come from the handle, or go to `forward` on the engine's thread."""
+        sequence, handle = self._prepare(request, forward, draws)
+        self.worker.submit(sequence, handle)
+        return handle
+
+    def submit_group(
+        self, requests: Sequence[Request], forward: Callable[[int, Event], None] | None = None
+    ) -> list[Handle]:
+        """Requests with the same beginning: the first encodes it, the others wait for that and copy its row.
+
+        `forward` gets each event with the number of its request.
+        """
+        forwards = [None if forward is None else partial(forward, i) for i in range(len(requests))]
+        prepared = [self._prepare(request, to) for request, to in zip(requests, forwards, strict=True)]
+        group = [sequence for sequence, _ in prepared]
+        for sequence, handle in prepared:
+            sequence.group = group
+            self.worker.submit(sequence, handle)
+        return [handle for _, handle in prepared]
+
+    def _prepare(
+        self, request: Request, forward: Callable[[Event], None] | None, draws: Draws | None = None
+    ) -> tuple[Running, Handle]:
+        config = self.model.config
+        request.check(config.vocab_size, config.canvas_length, config.max_position_embeddings)
+        seed = secrets.randbits(31) if request.params.seed is None else request.params.seed
+        handle = Handle(forward)
+        output = OutputText(self.tokenizer, request.params.stop, skip_special=True)
+        sequence = Running(
+            request, config, output, handle.emit, self.tokenizer.decode, self.ends, self._pairs, seed, draws
+        )
+        return sequence, handle
+
+    def stream(self, prompt: Prompt, **options: Any) -> Iterator[Event]:
+        """Events as they come: drafts, commits, one end. Closing the generator cancels the request."""
+        return self.events(self.request(prompt, **options))
+
+    def events(self, request: Request) -> Iterator[Event]:
+        handle = self.submit(request)
+        try:
+            yield from handle
+        finally:
+            handle.cancel()
+
+    async def astream(self, prompt: Prompt, **options: Any) -> AsyncIterator[Event]:
+        """The same for an event loop. Leaving the loop over it cancels the request."""
+        async for event in self.aevents(self.request(prompt, **options)):
+            yield event
+
+    async def aevents(self, request: Request) -> AsyncIterator[Event]:
+        loop = asyncio.get_running_loop()
+        inbox: asyncio.Queue[Event] = asyncio.Queue()
+
+        def forward(event: Event) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(inbox.put_nowait, event)
+
+        handle = self.submit(request, forward)
+        try:
+            while True:
+                event = await inbox.get()
+                yield event
+                if isinstance(event, End):
+                    return
+        finally:
+            handle.cancel()
+
+    def generate(self, prompt: Prompt, **options: Any) -> Result:
+        """The whole answer at once."""
+        return collect(self.submit(self.request(prompt, drafts=False, **options)))
+
+    def generate_batch(self, prompts: Sequence[Prompt], **options: Any) -> list[Result]:
+        """Several answers, computed together. A seed is given to the first; the others count on from it."""
+        requests = []
+        for i, prompt in enumerate(prompts):
+            mine = dict(options)
+            if mine.get("seed") is not None:
+                mine["seed"] += i
+            requests.append(self.request(prompt, drafts=False, **mine))
+        return [collect(handle) for handle in [self.submit(request) for request in requests]]
+
+    # ---- holes and edits ---------------------------------------------------------------------------------------------
+
+    def infill(self, prefix: str, suffix: str, **options: Any) -> InfillResult:
+        """The text between two texts, of a length that the model chooses; `.text` is the middle alone."""
+        return drain(infill_stream(self, prefix, suffix, drafts=False, **options))
+
+    def infill_stream(self, prefix: str, suffix: str, **options: Any) -> Iterator[Event]:
+        return infill_stream(self, prefix, suffix, **options)
+
+    def fill(self, template: Template, **options: Any) -> FillResult:
+        """A text with holes, `[[?]]` or `[[?12]]` (at most 12 tokens), or a list of texts and `Hole`s."""
+        return drain(fill_stream(self, template, drafts=False, **options))
+
+    def fill_stream(self, template: Template, **options: Any) -> Iterator[Event]:
+        return fill_stream(self, template, **options)
+
+    def edit(self, text: str, strength: float = 0.5, keep: Iterable[Span] = (), **options: Any) -> EditResult:
+        """Replace about this share of the text's tokens by noise and denoise; spans in `keep` stay as they are."""
+        return drain(edit_stream(self, text, strength, keep, drafts=False, **options))
+
+    def edit_stream(
+        self, text: str, strength: float = 0.5, keep: Iterable[Span] = (), **options: Any
+    ) -> Iterator[Event]:
+        return edit_stream(self, text, strength, keep, **options)
+
+    def close(self) -> None:
+        self.worker.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def collect(handle: Iterable[Event]) -> Result:
+    """Add a stream up."""
+    text, tokens, logprobs = "", list[int](), list[TokenLogprob]()
+    scored = False
+    for event in handle:
+        if isinstance(event, Commit):
+            text += event.text
+            tokens += event.tokens
+            if event.logprobs is not None:
+                scored = True
+                logprobs += event.logprobs
+        elif isinstance(event, End):
+            if event.finish_reason == "error":
+                raise DiffusionGemmaError(f"the request failed: {event.error}")
+            return Result(text, tokens, event.finish_reason, event.metrics, logprobs if scored else None)
+    raise AssertionError("a stream ended without an end event")

@@ -1,0 +1,143 @@
+"""What a request may ask of the sampler. Each default is written once, here, and is the released one.
+
+An option that has no effect in the chosen mode is refused, not ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from diffusiongemma.errors import ConfigError
+
+Mode = Literal["diffusion", "ar"]
+WIDTHS = (32, 64, 128, 256)  # canvases that `canvas="adaptive"` chooses from
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    mode: Mode = "diffusion"
+    max_new_tokens: int = 256
+    seed: int | None = None  # None: a fresh one, reported with the result
+    stop: tuple[str, ...] = ()  # texts that end the reply and are not part of it
+    stop_tokens: tuple[int, ...] = ()  # ids that do, beside the model's own
+    logprobs: int | None = None  # alternatives to report for each committed token; 0: the token's own alone
+
+    # diffusion
+    steps: int = 48
+    t_min: float = 0.4
+    t_max: float = 0.8
+    entropy_bound: float = 0.1
+    threshold: float | None = None  # accept by confidence instead of by entropy bound
+    stability: int = 1
+    confidence: float = 0.005
+    early_stop: bool = True
+    canvas: int | Literal["adaptive"] | None = None  # None: the model's own width, nothing dropped
+    redo: int = 0  # how often a block that came out as garbage is done again
+
+    # autoregressive
+    temperature: float = 1.0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if problems := self._problems():
+            raise ConfigError("these sampling options cannot be honoured", problems)
+
+    @classmethod
+    def build(cls, base: SamplingParams | None = None, **options: Any) -> SamplingParams:
+        """From what a caller wrote: unknown names, and options of the other mode, are errors."""
+        known = {f.name for f in fields(cls)}
+        problems = [f"{name}: there is no such option" for name in options if name not in known]
+        mode = options.get("mode", "diffusion" if base is None else base.mode)
+        foreign = _AR_ONLY if mode == "diffusion" else _DIFFUSION_ONLY
+        problems += [f"{name} has no effect in mode {mode!r}" for name in options if name in foreign]
+        if options.get("threshold") is not None and "entropy_bound" in options:
+            problems.append("threshold replaces entropy_bound: give one of the two")
+        if problems:
+            raise ConfigError("these sampling options cannot be honoured", problems)
+        for name in ("stop", "stop_tokens"):
+            value = options.get(name)
+            if isinstance(value, (str, int)):
+                options[name] = (value,)
+            elif value is None and name in options:
+                options[name] = ()
+            elif isinstance(value, list):
+                options[name] = tuple(value)
+        return replace(base or cls(), **options)
+
+    def _problems(self) -> list[str]:
+        found = []
+        if self.mode not in ("diffusion", "ar"):
+            found.append(f"mode must be 'diffusion' or 'ar', got {self.mode!r}")
+        ranges: dict[str, tuple[int, int]] = {
+            "max_new_tokens": (1, 1 << 20), "steps": (1, 10_000), "stability": (0, 1000), "redo": (0, 100),
+        }  # fmt: skip
+        for name, (low, high) in ranges.items():
+            value = getattr(self, name)
+            if type(value) is not int or not low <= value <= high:
+                found.append(f"{name} must be an integer from {low} to {high}, got {value!r}")
+        for name, optional, low, high in (("seed", True, 0, (1 << 63) - 1), ("logprobs", True, 0, 100)):
+            value = getattr(self, name)
+            if not (value is None and optional) and (type(value) is not int or not low <= value <= high):
+                found.append(f"{name} must be an integer from {low} to {high}, got {value!r}")
+        for name, above in (("t_min", 0.0), ("t_max", 0.0), ("entropy_bound", 0.0), ("confidence", 0.0)):
+            if not _number(getattr(self, name)) or getattr(self, name) <= above:
+                found.append(f"{name} must be a number above {above}, got {getattr(self, name)!r}")
+        if not found and self.t_max < self.t_min:
+            found.append(f"t_max {self.t_max} is below t_min {self.t_min}")
+        if self.threshold is not None and not (_number(self.threshold) and 0 < self.threshold <= 1):
+            found.append(f"threshold must be above 0 and at most 1, got {self.threshold!r}")
+        if not _number(self.temperature) or not 0 <= self.temperature <= 100:
+            found.append(f"temperature must be from 0 to 100, got {self.temperature!r}")
+        if not _number(self.top_p) or not 0 < self.top_p <= 1:
+            found.append(f"top_p must be above 0 and at most 1, got {self.top_p!r}")
+        stopping: Any = self.early_stop  # callers are not always type-checked
+        if type(stopping) is not bool:
+            found.append(f"early_stop must be true or false, got {self.early_stop!r}")
+        if self.canvas is not None and self.canvas != "adaptive" and not (type(self.canvas) is int and self.canvas > 0):
+            found.append(f"canvas must be a width, 'adaptive' or None, got {self.canvas!r}")
+        stops: Any = self.stop
+        if not isinstance(stops, tuple) or not all(isinstance(s, str) and s for s in stops):
+            found.append(f"stop must be texts that are not empty, got {self.stop!r}")
+        ids: Any = self.stop_tokens
+        if not isinstance(ids, tuple) or not all(type(t) is int and t >= 0 for t in ids):
+            found.append(f"stop_tokens must be token ids, got {self.stop_tokens!r}")
+        return found
+
+
+_AR_ONLY = frozenset({"temperature", "top_p"})
+_DIFFUSION_ONLY = frozenset(
+    "steps t_min t_max entropy_bound threshold stability confidence early_stop canvas redo".split()
+)
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def released_params(folder: Path) -> tuple[SamplingParams, tuple[int, ...]]:
+    """The sampler settings and end-of-text ids that a checkpoint's `generation_config.json` asks for."""
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return SamplingParams(), ()
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(data, Mapping):
+            raise ValueError("it does not hold a JSON object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"cannot read {file}: {error}") from None
+    names = {
+        "max_denoising_steps": "steps", "t_min": "t_min", "t_max": "t_max", "stability_threshold": "stability",
+        "confidence_threshold": "confidence",
+    }  # fmt: skip
+    options = {ours: data[theirs] for theirs, ours in names.items() if data.get(theirs) is not None}
+    sampler = data.get("sampler_config")
+    if isinstance(sampler, Mapping) and sampler.get("entropy_bound") is not None:
+        options["entropy_bound"] = sampler["entropy_bound"]
+    ends = data.get("eos_token_id")
+    ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    return SamplingParams.build(**options), tuple(t for t in ids if type(t) is int)

@@ -1,0 +1,118 @@
+"""Runs sequences through the network: one encode pass, one denoise pass, each over whatever rows are ready.
+
+This is the one place that calls the model. Rows of a pass are packed, so prompts, blocks and canvases of different
+lengths share it without padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from diffusiongemma.engine.events import TokenLogprob
+from diffusiongemma.engine.params import SamplingParams
+from diffusiongemma.engine.sequence import Sequence, read_logprob
+from diffusiongemma.model import CacheRow, DiffusionGemma
+
+
+class Runner:
+    def __init__(self, model: DiffusionGemma) -> None:
+        self.model = model
+        weight = model.embed_tokens.weight
+        self.device, self.dtype = weight.device, weight.dtype
+
+    def new_row(self, max_length: int) -> CacheRow:
+        return CacheRow(self.model.config, max_length, self.dtype, self.device)
+
+    @torch.inference_mode()
+    def encode(self, work: Seq[tuple[Sequence, list[int]]]) -> None:
+        """Encode the next tokens of these sequences; those that draw get their next token from it."""
+        rows = [_row(sequence) for sequence, _ in work]
+        counts = [len(tokens) for _, tokens in work]
+        packed = torch.tensor([token for _, tokens in work for token in tokens], device=self.device)
+        hidden = self.model.encode_packed(packed, rows, counts)
+        last = torch.tensor(counts, device=self.device).cumsum(0) - 1
+        drawing = []
+        for at, (sequence, _) in zip(last.tolist(), work, strict=True):
+            sequence.metrics.encoder_forwards += 1
+            if sequence.to_encode == 0:
+                if sequence.params.mode == "ar":
+                    drawing.append((at, sequence))
+                if sequence.phase == "encode":
+                    sequence.encoded()
+        if drawing:
+            # The head is for the twin alone: a prompt or a committed block needs no logits.
+            logits = self.model.logits(hidden[[at for at, _ in drawing]])
+            for (_, sequence), row in zip(drawing, logits, strict=True):
+                row[list(sequence.request.forbidden)] = -torch.inf
+                token, logprob = draw_token(row, sequence.params, sequence.draws.uniforms(1))
+                sequence.drawn(token, logprob)
+
+    @torch.inference_mode()
+    def denoise(self, sequences: Seq[Sequence]) -> None:
+        """One step of each of these canvases."""
+        canvases = [_canvas(sequence) for sequence in sequences]
+        counts = [tokens.shape[0] for tokens in canvases]
+        rows = [_row(sequence) for sequence in sequences]
+        hidden = self.model.denoise_packed(torch.cat(canvases), self._soft(sequences, counts), rows, counts)
+        logits = self.model.logits(hidden)
+        going_on = []
+        for sequence, part in zip(sequences, logits.split(counts), strict=True):
+            if sequence.phase == "score":
+                sequence.scored(_likelihood(part, _canvas(sequence), sequence.to_score))
+            elif sequence.stepped(part):
+                going_on.append((sequence, part))
+        if going_on:
+            # `stepped` left the probabilities where the logits were; a canvas may have been cut meanwhile.
+            kept = [part[: len(_canvas(sequence))] for sequence, part in going_on]
+            softs = self.model.mean_embed(kept[0] if len(kept) == 1 else torch.cat(kept))
+            for (sequence, _), soft in zip(going_on, softs.split([len(part) for part in kept]), strict=True):
+                sequence.soft = soft
+
+    def _soft(self, sequences: Seq[Sequence], counts: list[int]) -> Tensor | None:
+        """[N, D] what the canvases are conditioned on; zeros for those on their first step."""
+        if all(sequence.soft is None for sequence in sequences):
+            return None
+        width = self.model.config.hidden_size
+        zeros = torch.zeros(max(counts), width, dtype=self.dtype, device=self.device)
+        return torch.cat([zeros[:n] if s.soft is None else s.soft for s, n in zip(sequences, counts, strict=True)])
+
+
+def _row(sequence: Sequence) -> CacheRow:
+    assert sequence.row is not None
+    return sequence.row
+
+
+def _canvas(sequence: Sequence) -> Tensor:
+    """[L] the tokens that the next pass reads: the noisy canvas, or the finished one for its score"""
+    canvas = sequence.canvas
+    assert canvas is not None
+    if sequence.phase == "score":
+        assert canvas.argmax is not None
+        return canvas.argmax
+    return canvas.tokens
+
+
+def _likelihood(logits: Tensor, tokens: Tensor, at: list[int]) -> list[float]:
+    """logits [L, V], tokens [L] -> log-probability of the tokens at these positions, given all of them"""
+    where = torch.tensor(at, device=logits.device)
+    logprobs: list[float] = logits[where].log_softmax(dim=-1).gather(1, tokens[where, None]).squeeze(1).tolist()
+    return logprobs
+
+
+def draw_token(logits: Tensor, params: SamplingParams, uniform: Tensor) -> tuple[int, TokenLogprob | None]:
+    """logits [V], uniform [1] -> the next token by temperature and top-p (temperature 0: the best)"""
+    if params.temperature == 0:
+        token = int(logits.argmax())
+    else:
+        probs, order = (logits / params.temperature).softmax(dim=-1).sort(descending=True, stable=True)
+        total = probs.cumsum(dim=0)
+        # The smallest set whose probability reaches top_p: drop what comes after it is already reached.
+        probs = torch.where(total - probs < params.top_p, probs, 0.0)
+        total = probs.cumsum(dim=0)
+        at = int(torch.searchsorted(total, uniform.to(total.device) * total[-1], right=True))
+        token = int(order[min(at, int((probs > 0).sum()) - 1)])
+    logprob = None if params.logprobs is None else read_logprob(logits, token, params.logprobs)
+    return token, logprob

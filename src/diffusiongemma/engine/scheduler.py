@@ -1,0 +1,173 @@
+"""Who runs next. Every tick: admit who fits, encode a bounded chunk, step every canvas.
+
+Requests are admitted strictly in the order they came, so none starves; a canvas takes one step in every tick, however
+long a prompt beside it is; a fixed memory budget covers running rows and kept prefixes, and prefixes give way first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from diffusiongemma.config import ModelConfig
+from diffusiongemma.engine.prefix import PrefixStore, common
+from diffusiongemma.engine.runner import Runner
+from diffusiongemma.engine.sequence import Sequence
+from diffusiongemma.errors import InputError
+from diffusiongemma.model import CacheRow
+
+
+@dataclass(frozen=True)
+class Limits:
+    max_rows: int = 16  # sequences that run at once
+    max_bytes: int = 2 << 30  # of K/V cache, running rows and kept prefixes together
+    chunk: int = 512  # tokens that one tick encodes, so that prompts do not stall canvases
+
+
+@dataclass
+class Scheduler:
+    config: ModelConfig
+    runner: Runner
+    limits: Limits
+    waiting: deque[Sequence] = field(default_factory=deque)
+    running: list[Sequence] = field(default_factory=list)
+    prefixes: PrefixStore = field(default_factory=PrefixStore)
+    ticks: int = 0
+    on_tick: Callable[[], None] | None = None  # a test looks here
+
+    def add(self, sequence: Sequence) -> None:
+        needed = self._bytes(sequence)
+        if needed > self.limits.max_bytes:
+            raise InputError(
+                f"this request needs {needed / 2**20:.1f} MiB of K/V cache for {sequence.max_length} tokens, the "
+                f"budget is {self.limits.max_bytes / 2**20:.1f} MiB: shorten it, or give the engine a larger max_bytes"
+            )
+        self.waiting.append(sequence)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    @property
+    def reserved(self) -> int:
+        return sum(self._bytes(sequence) for sequence in self.running)
+
+    def tick(self) -> None:
+        """One round: at most one encode pass and one denoise pass."""
+        self.ticks += 1
+        self._drop_cancelled()
+        self._admit()
+        if work := self._next_chunks():
+            self.runner.encode(work)
+            self._keep_snapshots([sequence for sequence, _ in work])
+        self._join()
+        if canvases := [s for s in self.running if s.phase in ("denoise", "score")]:
+            self.runner.denoise(canvases)
+        self._retire()
+        if self.on_tick is not None:
+            self.on_tick()
+
+    def abort(self, message: str) -> None:
+        """Something broke: end everything, trust no row."""
+        for sequence in [*self.running, *self.waiting]:
+            sequence.fail(message)
+        self.running.clear()
+        self.waiting.clear()
+        self.prefixes.clear()
+
+    # ---- admission -----------------------------------------------------------------------------------------------
+
+    def _bytes(self, sequence: Sequence) -> int:
+        return CacheRow.bytes_for(self.config, sequence.max_length, self.runner.dtype)
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.running) < self.limits.max_rows:
+            sequence = self.waiting[0]
+            needed = self._bytes(sequence)
+            self.prefixes.find(sequence.request.prompt, len(sequence.request.prompt))  # used now: it goes last
+            while self.reserved + needed + self.prefixes.nbytes > self.limits.max_bytes:
+                if not self.prefixes.evict():
+                    return  # it waits, and all behind it: first come, first served
+            self.waiting.popleft()
+            if self._must_wait(sequence):
+                sequence.phase = "join"  # it has its memory, and gets its row when the leader's prompt is encoded
+            else:
+                sequence.admit(*self._first_row(sequence))
+            self.running.append(sequence)
+
+    @staticmethod
+    def _must_wait(sequence: Sequence) -> bool:
+        """Is the beginning of its prompt being encoded by another of its group?"""
+        return sequence.leader is not None and not sequence.leader.prompt_encoded
+
+    def _join(self) -> None:
+        """Followers whose leader has encoded the prompt (or is no more) go on with a copy of its row."""
+        for sequence in self.running:
+            if sequence.phase == "join" and not self._must_wait(sequence):
+                sequence.admit(*self._first_row(sequence))
+
+    def _first_row(self, sequence: Sequence) -> tuple[CacheRow, int]:
+        """A copy of the longest kept beginning (or of the leader's, if there is one), or else an empty row."""
+        prompt = sequence.request.prompt
+        # The twin draws its first token from the last prompt token's pass, so that pass must happen.
+        usable = len(prompt) - (sequence.params.mode == "ar")
+        if sequence.leader is not None and (row := sequence.leader.row) is not None:
+            shared = min(common(prompt, sequence.leader.tokens), usable, row.length)
+            if shared and row.can_truncate(shared):
+                return row.fork(sequence.max_length, length=shared), shared
+        found = self.prefixes.find(prompt, usable)
+        if found is None:
+            return self.runner.new_row(sequence.max_length), 0
+        row, shared = found
+        return row.fork(sequence.max_length, length=shared), shared
+
+    # ---- one tick ------------------------------------------------------------------------------------------------
+
+    def _next_chunks(self) -> list[tuple[Sequence, list[int]]]:
+        """Sequences that draw token by token (one each), then prompts and blocks in order of arrival.
+
+        Where a prompt is cut does not depend on who else is here: another cut could round differently.
+        """
+        work = [(s, s.chunk(1)) for s in self.running if s.phase == "draw"]
+        budget = self.limits.chunk
+        for sequence in self.running:
+            if sequence.phase == "encode" and len(tokens := sequence.chunk(self.limits.chunk)) <= budget:
+                work.append((sequence, tokens))
+                budget -= len(tokens)
+        return work
+
+    def _keep_snapshots(self, sequences: list[Sequence]) -> None:
+        """A copy where a later turn will branch off, if the row itself will soon have forgotten that point."""
+        for sequence in sequences:
+            row, stable = sequence.row, sequence.request.stable
+            if row is None or stable == 0 or row.length != stable:
+                continue
+            size = CacheRow.bytes_for(self.config, stable, self.runner.dtype)
+            outgrows = sequence.max_length > row.ring
+            if outgrows and self._make_room(size):
+                self.prefixes.put(sequence.tokens[:stable], row.fork(stable))
+
+    def _make_room(self, size: int) -> bool:
+        while self.reserved + self.prefixes.nbytes + size > self.limits.max_bytes:
+            if not self.prefixes.evict():
+                return False
+        return True
+
+    def _drop_cancelled(self) -> None:
+        for sequence in [*self.running, *self.waiting]:
+            if sequence.cancelled:
+                sequence.cancel()
+        self.waiting = deque(s for s in self.waiting if s.phase != "ended")
+        self._retire()
+
+    def _retire(self) -> None:
+        """Rows of ended sequences become prefixes: what they encoded may be asked for again."""
+        ended = [s for s in self.running if s.phase == "ended"]
+        self.running = [s for s in self.running if s.phase != "ended"]
+        for sequence in ended:
+            row, sequence.row = sequence.row, None
+            if row is None or sequence.cancelled:
+                continue  # who cancels frees memory at once
+            if row.length and self._make_room(row.nbytes):
+                self.prefixes.put(sequence.tokens[: row.length], row)

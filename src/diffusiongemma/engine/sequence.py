@@ -1,0 +1,320 @@
+"""A request while it runs: its tokens, its cache row, its canvas, and what it has told so far.
+
+`encode` phases (the prompt, and every block that another follows) alternate with canvases; the autoregressive twin
+has tokens instead of canvases. The engine's thread alone touches a sequence.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from diffusiongemma.config import ModelConfig
+from diffusiongemma.diffusion import (
+    Acceptance,
+    Canvas,
+    ConfidenceThreshold,
+    Constraint,
+    Denoiser,
+    Draws,
+    EntropyBound,
+    Forbidden,
+    LinearTemperature,
+    Pins,
+    SeededDraws,
+    StableAndConfident,
+)
+from diffusiongemma.engine.events import Commit, Draft, End, Event, FinishReason, Metrics, TokenLogprob
+from diffusiongemma.engine.guard import find_garbage
+from diffusiongemma.engine.output import OutputText
+from diffusiongemma.engine.params import WIDTHS
+from diffusiongemma.engine.request import Request
+from diffusiongemma.model import CacheRow
+
+Phase = Literal["waiting", "join", "encode", "denoise", "draw", "score", "ended"]
+Emit = Callable[[Event], None]
+
+
+class Sequence:
+    def __init__(
+        self,
+        request: Request,
+        config: ModelConfig,
+        output: OutputText,
+        emit: Emit,
+        decode: Callable[[list[int]], str],
+        ends: Seq[int],
+        pairs: Seq[tuple[int, int]],
+        seed: int,
+        draws: Draws | None = None,
+    ) -> None:
+        self.request, self.params, self.config = request, request.params, config
+        self.tokens = list(request.prompt)  # prompt and committed blocks
+        self.row: CacheRow | None = None
+        self.phase: Phase = "waiting"
+        self.cancelled = False
+        self.group: Seq[Sequence] = ()  # requests with the same beginning, in order: the first encodes it for all
+        self.canvas: Canvas | None = None
+        self.soft: Tensor | None = None  # [L, D] what the next step is conditioned on
+        self.reply: list[int] = []
+        self.to_score: list[int] = []  # positions of the finished canvas that count
+        self.metrics = Metrics(seed=seed, prompt_tokens=len(request.prompt))
+        self.draws: Draws = draws or SeededDraws(seed)
+        self._output, self._emit, self._decode = output, emit, decode
+        self._ends = frozenset(ends if request.ends else ()) | frozenset(request.params.stop_tokens)
+        self._pairs = pairs
+        self._scores: list[float] = []
+        self._redos = 0
+        self._settled_end: int | None = None
+        self._made = time.perf_counter()
+        self._done_reason: FinishReason | None = None
+        self._denoiser: Denoiser | None = None
+
+    # ---- what the scheduler asks -------------------------------------------------------------------------------------
+
+    @property
+    def max_length(self) -> int:
+        """Cache slots it can need: what comes last is never encoded, so it takes none."""
+        return len(self.request.prompt) + self.params.max_new_tokens - 1
+
+    @property
+    def leader(self) -> Sequence | None:
+        """Who encodes the prompt that its group shares: the first that lives; None if that is itself."""
+        first = next((member for member in self.group if member.phase != "ended"), self)
+        return None if first is self else first
+
+    @property
+    def prompt_encoded(self) -> bool:
+        return self.row is not None and self.row.length >= len(self.request.prompt)
+
+    @property
+    def to_encode(self) -> int:
+        """Tokens that are known but not in the cache."""
+        assert self.row is not None
+        return len(self.tokens) - self.row.length
+
+    def chunk(self, size: int) -> list[int]:
+        """The next tokens to encode, at most `size`; never across the point worth keeping a snapshot of."""
+        assert self.row is not None
+        start = self.row.length
+        stop = min(len(self.tokens), start + size)
+        if start < self.request.stable < stop:
+            stop = self.request.stable
+        return self.tokens[start:stop]
+
+    def admit(self, row: CacheRow, reused: int) -> None:
+        self.row = row
+        self.metrics.reused_tokens = reused
+        self.metrics.queue_seconds = self.age
+        self.phase = "encode"
+        if not self.to_encode:
+            self.encoded()
+
+    @property
+    def age(self) -> float:
+        return time.perf_counter() - self._made
+
+    # ---- what the runner reports -------------------------------------------------------------------------------------
+
+    def encoded(self) -> None:
+        """Everything known is in the cache: on to the next canvas, or to drawing tokens."""
+        if not self.metrics.blocks and not self.metrics.prefill_seconds:
+            self.metrics.prefill_seconds = self.age
+        if self.params.mode == "ar":
+            self.phase = "draw"
+            return
+        self._begin_block()
+
+    def stepped(self, logits: Tensor) -> bool:
+        """logits [L, V] of the canvas, overwritten by probabilities -> does another step follow?"""
+        assert self.canvas is not None
+        assert self._denoiser is not None
+        raw = logits.clone() if self.params.logprobs is not None else None
+        self.canvas = self._denoiser.step(self.canvas, logits, self.draws)
+        self.metrics.steps += 1
+        self.metrics.decoder_forwards += 1
+        self.metrics.positions += len(self.canvas)
+        if self.metrics.first_draft_seconds is None:
+            self.metrics.first_draft_seconds = self.age
+        if self.request.drafts:
+            self._emit_draft(self.canvas)
+        if self.canvas.done:
+            self._finish_block(raw)
+            return False
+        if self.params.canvas == "adaptive":
+            self._drop_behind_the_end()
+        return True
+
+    def drawn(self, token: int, logprob: TokenLogprob | None) -> None:
+        """The autoregressive twin has its next token."""
+        self.metrics.steps += 1
+        if self.metrics.first_draft_seconds is None:
+            self.metrics.first_draft_seconds = self.age
+        self._commit([token], [logprob] if logprob else None, self._is_end(token))
+        if self.phase != "ended":
+            self.tokens.append(token)
+
+    @property
+    def score(self) -> float | None:
+        """Mean log-probability of the tokens that count."""
+        return sum(self._scores) / len(self._scores) if self._scores else None
+
+    def scored(self, logprobs: list[float]) -> None:
+        """The log-probability of each token in `to_score`: on to the next block, or to the end."""
+        assert self.canvas is not None
+        self.metrics.decoder_forwards += 1
+        self.metrics.positions += len(self.canvas)
+        self._scores += logprobs
+        if self._done_reason is None:
+            self.phase = "encode"
+        else:
+            self._end(self._done_reason)
+
+    def cancel(self) -> None:
+        self._end("cancelled")
+
+    def fail(self, message: str) -> None:
+        self._end("error", message)
+
+    # ---- blocks ------------------------------------------------------------------------------------------------------
+
+    def _width(self, wanted: int) -> int:
+        """How wide the canvas is when so many tokens are wanted."""
+        if self.request.start is not None and not self.reply:
+            return len(self.request.start)
+        if self.params.canvas == "adaptive":
+            limit = self.config.canvas_length
+            return next((w for w in WIDTHS if wanted <= w <= limit), limit)
+        return self.params.canvas or self.config.canvas_length
+
+    def _begin_block(self) -> None:
+        assert self.row is not None
+        device = self.row.keys[0].device
+        width = self._width(self.params.max_new_tokens - len(self.reply))
+        self._denoiser = self._make_denoiser(width)
+        start = self.request.start if not self.reply and not self._redos else None
+        if start is None:
+            self.canvas = self._denoiser.start(width, self.draws, device)
+        else:
+            self.canvas = self._denoiser.resume(torch.tensor(start, device=device), self.request.start_step)
+        self.soft, self._settled_end = None, None
+        self.phase = "denoise"
+
+    def _make_denoiser(self, width: int) -> Denoiser:
+        p = self.params
+        # Done again after garbage: fewer positions are trusted at once.
+        bound = p.entropy_bound * 0.5**self._redos
+        acceptance: Acceptance = EntropyBound(bound)
+        if p.threshold is not None:
+            acceptance = ConfidenceThreshold(1 - (1 - p.threshold) * 0.5**self._redos)
+        stop = StableAndConfident(p.stability, p.confidence) if p.early_stop else None
+        constraints: list[Constraint] = []
+        if self.request.forbidden:
+            constraints.append(Forbidden(self.request.forbidden))
+        offset = len(self.reply)
+        pins = {at - offset: token for at, token in self.request.pins.items() if offset <= at < offset + width}
+        if pins:
+            constraints.append(Pins(pins))
+        return Denoiser(
+            self.config.vocab_size, LinearTemperature(p.t_min, p.t_max, p.steps), acceptance, stop, constraints
+        )
+
+    def _finish_block(self, raw: Tensor | None) -> None:
+        canvas = self.canvas
+        assert canvas is not None
+        assert canvas.argmax is not None
+        block = canvas.argmax.tolist()
+        room = self.params.max_new_tokens - len(self.reply)
+        end = next((i for i, token in enumerate(block) if self._is_end(token)), None)
+        kept = block[: end if end is not None else len(block)][:room]
+        ended = end is not None and end < room
+        if self._redos < self.params.redo:
+            over = ended or len(kept) == room
+            converged = canvas.step < self.params.steps
+            reply = [*self.reply, *kept]
+            if find_garbage(kept, reply, converged, canvas.mean_entropy, self._pairs, over) is not None:
+                self._redos += 1
+                self.metrics.blocks_redone += 1
+                self._begin_block()
+                return
+        self._redos = 0
+        self.metrics.blocks += 1
+        logprobs = None
+        if raw is not None:
+            logprobs = [read_logprob(raw[i], token, self.params.logprobs or 0) for i, token in enumerate(kept)]
+        self.tokens += block
+        wanted, offset = self.request.score_at, len(self.reply)
+        counted = range(len(kept) + ended) if self.request.score else range(0)
+        self.to_score = [at for at in counted if wanted is None or offset + at in wanted]
+        self._commit(kept, logprobs, ended)
+        if self.phase != "ended":
+            # The score is the text's alone, not that of the way to it: no conditioning on earlier steps.
+            self.phase, self.soft = ("score" if self.to_score else "encode"), None
+
+    def _is_end(self, token: int) -> bool:
+        return token in self._ends
+
+    def _commit(self, kept: list[int], logprobs: list[TokenLogprob] | None, ended: bool) -> None:
+        """Take these tokens as final, tell their text, and end the request if it is over."""
+        if ended and self.params.mode == "ar":
+            kept, logprobs = [], None
+        self.reply += kept
+        self.metrics.new_tokens = len(self.reply)
+        text = self._output.push(kept)
+        over = ended or len(self.reply) >= self.params.max_new_tokens or self._output.stopped
+        if over:
+            text += self._output.finish()
+        if text and self.metrics.first_text_seconds is None:
+            self.metrics.first_text_seconds = self.age
+        block = max(0, self.metrics.blocks - 1) if self.params.mode == "diffusion" else len(self.reply) - 1
+        if kept or text:
+            self._emit(Commit(block, kept, text, logprobs))
+        if over:
+            self._done_reason = "stop" if ended or self._output.stopped else "length"
+            if not self.to_score:
+                self._end(self._done_reason)
+
+    def _drop_behind_the_end(self) -> None:
+        """Positions behind an end of text that has settled are not computed again (`canvas="adaptive"`)."""
+        canvas = self.canvas
+        assert canvas is not None
+        assert canvas.argmax is not None
+        assert canvas.entropy is not None
+        end = next((i for i, token in enumerate(canvas.argmax.tolist()) if self._is_end(token)), None)
+        settled = end is not None and end == self._settled_end and float(canvas.entropy[end]) < self.params.confidence
+        self._settled_end = end
+        if end is None or not settled:
+            return
+        width = next((w for w in WIDTHS if end < w), len(canvas))
+        if width < len(canvas):
+            self.canvas = Denoiser.cut(canvas, width)
+
+    # ---- telling -----------------------------------------------------------------------------------------------------
+
+    def _emit_draft(self, canvas: Canvas) -> None:
+        assert canvas.argmax is not None
+        assert canvas.entropy is not None
+        assert canvas.accepted is not None
+        values = (canvas.argmax.tolist(), canvas.entropy.tolist(), canvas.accepted.tolist())
+        self._emit(Draft(self.metrics.blocks, canvas.step, *values, decode=self._decode))
+
+    def _end(self, reason: FinishReason, error: str | None = None) -> None:
+        if self.phase == "ended":
+            return
+        self.phase = "ended"
+        self.canvas = self.soft = None
+        self.metrics.total_seconds = self.age
+        self._emit(End(reason, self.metrics, error))
+
+
+def read_logprob(logits: Tensor, token: int, top: int) -> TokenLogprob:
+    """logits [V] as the model gave them, at temperature 1"""
+    logprobs = logits.log_softmax(dim=-1)
+    best = logprobs.topk(top) if top else None
+    alternatives = () if best is None else tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    return TokenLogprob(token, float(logprobs[token]), alternatives)
