@@ -1,0 +1,54 @@
+"""The `dgemma` command: parse, call, print. One file a command; heavy imports wait until a command needs them."""
+
+from __future__ import annotations
+
+import sys
+from io import TextIOWrapper
+from typing import Annotated
+
+import typer
+
+from diffusiongemma import __version__
+from diffusiongemma.cli import chat, demo, infill, inspect, run, train
+from diffusiongemma.errors import DiffusionGemmaError
+
+app = typer.Typer(
+    name="dgemma",
+    help="DiffusionGemma: text by diffusion. Write, talk, and look into checkpoints.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # a traceback of ours is a bug report: keep it plain and whole
+)
+app.command("run")(run.run)
+app.command("chat")(chat.chat)
+app.command("infill")(infill.infill)
+app.command("demo")(demo.run)
+app.command("inspect")(inspect.run)
+app.command("train")(train.run)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"dgemma {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line. A user's mistake is a message and exit code 2; anything else keeps its traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a terminal that lacks a character shows its code, and nothing fails
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        app()
+    except DiffusionGemmaError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

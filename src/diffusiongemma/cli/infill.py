@@ -1,0 +1,83 @@
+"""`dgemma infill`: fill the holes of a text, or the one between two texts."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from diffusiongemma.cli.options import INTERRUPTED, Settings, with_settings
+from diffusiongemma.cli.run import read_stdin
+from diffusiongemma.errors import InputError
+
+if TYPE_CHECKING:
+    from diffusiongemma.engine import Event
+
+
+@with_settings
+def infill(
+    file: Annotated[
+        str | None, typer.Argument(metavar="FILE", help="A text with holes: [[?]], or [[?12]] for at most 12 tokens.")
+    ] = None,
+    *,
+    prefix: Annotated[str | None, typer.Option(help="Instead of a file: what comes before the hole.")] = None,
+    suffix: Annotated[str | None, typer.Option(help="… and what comes after it.")] = None,
+    candidates: Annotated[int | None, typer.Option(help="How many fillings to try; the likeliest wins.")] = None,
+    strategy: Annotated[str, typer.Option(help="auto, fim or canvas; see docs/sampling.md.")] = "auto",
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write the text there, exactly.")] = None,
+    settings: Settings,
+) -> None:
+    """Fill the holes of a text, each with 64 tokens at most unless --max-new-tokens says otherwise.
+
+    With a file ('-': stdin), the whole text is printed; with --prefix and --suffix, what belongs between them.
+    """
+    text = _read(file, prefix, suffix)
+    with settings.load() as engine:
+        from diffusiongemma.cli.show import show
+        from diffusiongemma.engine.fill import parse_template
+
+        options: dict[str, Any] = {"seed": None, "strategy": strategy, "candidates": candidates} | settings.options
+        stream: Iterator[Event]
+        if text is None:
+            stream = engine.infill_stream(prefix or "", suffix or "", **options)
+        else:
+            parse_template(text)
+            stream = engine.fill_stream(text, **options)
+        steps = settings.options.get("steps", engine.params.steps)
+        answer = show(engine, _until_interrupted(stream), settings, steps, is_reply=False)
+        if answer.cancelled:
+            raise typer.Exit(INTERRUPTED)
+        if output is not None:
+            output.write_text(answer.text, encoding="utf-8", newline="")
+
+
+def _read(file: str | None, prefix: str | None, suffix: str | None) -> str | None:
+    """The text with holes; None: there is a prefix or a suffix instead."""
+    between = prefix is not None or suffix is not None
+    if between == (file is not None):
+        raise InputError("give a file with holes such as [[?]], or --prefix and --suffix")
+    if file is None:
+        return None
+    if file == "-":
+        return read_stdin()
+    try:
+        with Path(file).open(encoding="utf-8", newline="") as source:  # line ends stay what they are
+            return source.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {file}: {error}") from None
+
+
+def _until_interrupted(stream: Iterator[Event]) -> Iterator[Event]:
+    """Ctrl-C ends the stream behind the event that comes next; there is no end event then."""
+    from diffusiongemma.cli.show import cancel_on_interrupt
+
+    asked = []
+    with cancel_on_interrupt(lambda: asked.append(True)):
+        for event in stream:
+            yield event
+            if asked:
+                break
+    if isinstance(stream, Generator):
+        stream.close()  # cancels what still runs

@@ -1,0 +1,140 @@
+"""The flags that `run`, `chat` and `infill` share: model, output, and every option of `SamplingParams`.
+
+They stand here as a table, because reading `SamplingParams` itself would import torch and make `--help` slow; a test
+holds the table equal to the dataclass. A flag that was not written is not passed on, so that the engine can refuse
+what has no effect and a checkpoint's own settings stay in force.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from diffusiongemma.errors import InputError
+
+if TYPE_CHECKING:
+    from diffusiongemma.engine import Engine
+
+DEFAULT_MODEL = "nano"
+INTERRUPTED = 130  # the exit code of a program that Ctrl-C ended
+_MODEL, _BOTH, _DIFFUSION, _AR = "Model and output", "Sampling", "Sampling by diffusion", "Sampling with --ar"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One option of SamplingParams on the command line."""
+
+    name: str
+    type: Any
+    default: Any
+    help: str
+    panel: str = _DIFFUSION
+    decls: tuple[str, ...] = ()
+
+    def parameter(self) -> inspect.Parameter:
+        decls = self.decls or (f"--{self.name.replace('_', '-')}",)
+        text = self.help.replace("DEFAULT", f"default {self.default}")
+        info = typer.Option(*decls, help=text, rich_help_panel=self.panel, show_default=False)
+        return _keyword(self.name, Annotated[self.type | None, info], None)
+
+
+FLAGS = (
+    Flag("mode", bool, "diffusion", "One token after another through the causal path.", _BOTH, ("--ar",)),
+    Flag("max_new_tokens", int, 256, "The answer is cut exactly there (DEFAULT).", _BOTH),
+    Flag("seed", int, None, "The same seed gives the same text (default: a fresh one, told at the end).", _BOTH),
+    Flag("stop", list[str], (), "Text that ends the answer and is no part of it; may be repeated.", _BOTH),
+    Flag("stop_tokens", list[int], (), "The same by token id; may be repeated.", _BOTH, ("--stop-token",)),
+    Flag("logprobs", int, None, "With --json: log-probabilities, and so many alternatives a token.", _BOTH),
+    Flag("steps", int, 48, "Denoising steps of a block at most (DEFAULT)."),
+    Flag("t_min", float, 0.4, "Temperature that the last steps approach (DEFAULT)."),
+    Flag("t_max", float, 0.8, "Temperature of the first step (DEFAULT)."),
+    Flag("entropy_bound", float, 0.1, "Accept the surest positions up to this sum of entropies, in nats (DEFAULT)."),
+    Flag("threshold", float, None, "Accept by this probability instead of by --entropy-bound (default: off)."),
+    Flag("stability", int, 1, "Steps that the best tokens must stay the same before a block may stop (DEFAULT)."),
+    Flag("confidence", float, 0.005, "… and the mean entropy it must be below, in nats (DEFAULT)."),
+    Flag(
+        "early_stop", bool, True, "Stop a block that is stable and sure (default), or always take all steps.",
+        decls=("--early-stop/--no-early-stop",),
+    ),
+    Flag("canvas", str, None, "Width of a block in tokens, or 'adaptive' (default: the model's own)."),
+    Flag("redo", int, 0, "How often a block that came out as garbage is done again (DEFAULT)."),
+    Flag("temperature", float, 1.0, "0 takes the best token (DEFAULT).", _AR),
+    Flag("top_p", float, 1.0, "Draw from the smallest set with this much probability (DEFAULT).", _AR),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the shared flags said."""
+
+    model: str = DEFAULT_MODEL
+    device: str = "auto"
+    dtype: str = "auto"
+    plain: bool = False
+    as_json: bool = False
+    options: dict[str, Any] = field(default_factory=dict)  # those that were written, as SamplingParams names them
+
+    def load(self) -> Engine:
+        """Check what can be checked at once, then load the model, which may take long."""
+        from diffusiongemma.engine import Engine, SamplingParams
+
+        # t_min and t_max are judged together, and one of them may be the checkpoint's own.
+        SamplingParams.build(**{k: v for k, v in self.options.items() if k not in ("t_min", "t_max")})
+        if self.plain and self.as_json:
+            raise InputError("--plain and --json exclude each other: give one of the two")
+        if "logprobs" in self.options and not self.as_json:
+            raise InputError("--logprobs has no effect without --json: nothing else shows them")
+        return Engine.load(self.model, self.device, self.dtype)
+
+
+def with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the shared flags to a command; it gets them as its keyword argument `settings`."""
+    signature = inspect.signature(command, eval_str=True)
+    own = [p for p in signature.parameters.values() if p.name != "settings"]
+    shared = [*_model_flags(), *(flag.parameter() for flag in FLAGS)]
+
+    @functools.wraps(command)
+    def wrapped(**given: Any) -> None:
+        settings = _settings({p.name: given[p.name] for p in shared})
+        try:
+            command(**{p.name: given[p.name] for p in own}, settings=settings)
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+
+    # Typer reads the signature; following `__wrapped__` it would find the command without its flags.
+    vars(wrapped)["__signature__"] = signature.replace(parameters=[*own, *shared])
+    wrapped.__annotations__ = {p.name: p.annotation for p in (*own, *shared)}
+    del vars(wrapped)["__wrapped__"]
+    return wrapped
+
+
+def _model_flags() -> list[inspect.Parameter]:
+    def flag(name: str, type: Any, default: Any, help: str, *decls: str) -> inspect.Parameter:
+        return _keyword(name, Annotated[type, typer.Option(*decls, help=help, rich_help_panel=_MODEL)], default)
+
+    return [
+        flag("model", str, DEFAULT_MODEL, "'nano', a checkpoint folder, a hub id, or random:PRESET.", "--model", "-m"),
+        flag("device", str, "auto", "Where to compute: auto, cpu, cuda, cuda:1, …"),
+        flag("dtype", str, "auto", "Number format of the weights: auto, float32, bfloat16, …"),
+        flag("plain", bool, False, "Text only, as it becomes final; what a pipe gets anyway.", "--plain"),
+        flag("as_json", bool, False, "One JSON object a line for every event.", "--json"),
+    ]
+
+
+def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _settings(given: dict[str, Any]) -> Settings:
+    written = {flag.name: given.pop(flag.name) for flag in FLAGS}
+    options = {name: value for name, value in written.items() if value not in (None, [])}
+    if "mode" in options:
+        options["mode"] = "ar" if options["mode"] else "diffusion"
+    if options.get("canvas", "").isdecimal():
+        options["canvas"] = int(options["canvas"])
+    return Settings(**given, options=options)

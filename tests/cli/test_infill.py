@@ -1,0 +1,93 @@
+"""`dgemma infill`: files with holes, a hole between two texts, and mistakes."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from diffusiongemma.cli import app, main
+from diffusiongemma.cli.canvas import sanitise
+from diffusiongemma.cli.show import Json
+from diffusiongemma.engine import Draft, Engine, Event
+
+MODEL = ("--model", "random:tiny")
+QUICK = (*MODEL, "--steps", "2", "--seed", "3", "--max-new-tokens", "6")
+OPTIONS = dict(steps=2, seed=3, max_new_tokens=6)
+
+
+def infill(*args: str, stdin: str | None = None) -> Result:
+    result = CliRunner().invoke(app, ["infill", *args], input=stdin, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def test_between_two_texts() -> None:
+    with Engine.load("random:tiny") as engine:
+        expected = engine.infill("one ", " two", **OPTIONS).text
+    result = infill("--prefix", "one ", "--suffix", " two", *QUICK)
+    assert result.stdout.removesuffix("\n") == sanitise(expected).removesuffix("\n")
+    assert "seed 3" in result.stderr
+
+
+def test_holes_of_a_file(tmp_path: Path) -> None:
+    text = "a = [[?2]]\r\nb = [[?]]; ü\r\n"
+    source, target = tmp_path / "in.txt", tmp_path / "out.txt"
+    source.write_text(text, encoding="utf-8", newline="")
+    with Engine.load("random:tiny") as engine:
+        expected = engine.fill(text, **OPTIONS).text
+    result = infill(str(source), "--output", str(target), *QUICK)
+    assert target.read_bytes().decode() == expected  # exactly, while the terminal gets nothing that it would obey
+    assert result.stdout.removesuffix("\n") == sanitise(expected).removesuffix("\n")
+    assert expected.startswith("a = ")
+    assert expected.endswith("; ü\r\n")
+    assert infill("-", *QUICK, stdin=text).stdout == result.stdout
+
+
+def test_json_tells_drafts_and_the_whole_text() -> None:
+    got = [json.loads(line) for line in infill("-", *QUICK, "--json", stdin="x[[?3]]y").stdout.splitlines()]
+    kinds = [event["kind"] for event in got]
+    assert kinds[-2:] == ["commit", "end"]
+    assert "draft" in kinds
+    assert got[-1]["text"].startswith("x")
+    assert got[-1]["text"].endswith("y")
+    assert got[-1]["metrics"]["seed"] == 3
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ([], "give a file with holes"),
+        (["some.txt", "--prefix", "a"], "give a file with holes"),
+        (["no-such-file.txt"], "cannot read no-such-file.txt"),
+        (["--prefix", "a", "--stop", "b"], "stop has no effect on holes"),
+        (["--prefix", "a", "--ar"], "writes from left to right"),
+        (["--prefix", "a", "--candidates", "0"], "candidates must be"),
+        (["--prefix", "a", "--strategy", "guess"], "strategy must be"),
+    ],
+)
+def test_mistakes_are_one_message(
+    args: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["dgemma", "infill", *args, *MODEL])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert says in err
+
+
+def test_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    def take(self: Json, event: Event, new_text: str) -> None:
+        if isinstance(event, Draft) and event.step == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Json, "take", take)
+    options = (*MODEL, "--json", "--steps", "5000", "--no-early-stop")
+    result = CliRunner().invoke(app, ["infill", "--prefix", "a", "--suffix", "b", *options])
+    assert result.exit_code == 130
+    assert json.loads(result.stdout)["finish_reason"] == "cancelled"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
