@@ -102,7 +102,10 @@ class CacheRow:
 
     def can_truncate(self, length: int) -> bool:
         """Are the tokens that a row of this length would look back on still in the rings?"""
-        return 0 <= length <= self.length and (self._deepest <= self.ring or self._deepest - length <= self.rollback)
+        if not 0 <= length <= self.length:
+            return False
+        oldest_needed = max(0, length - max(self.config.sliding_window - 1, self.config.canvas_window))
+        return length == 0 or oldest_needed >= max(0, self._deepest - self.ring)
 
     def truncate(self, length: int) -> None:
         """Forget the tokens from `length` on."""
@@ -111,14 +114,13 @@ class CacheRow:
         if length == self.length:
             return
         if not self.can_truncate(length):
-            if length == 0:
-                self._deepest = 0
-            else:
-                raise CacheError(
-                    f"cannot truncate to {length} tokens: the sliding layers, once at {self._deepest}, no longer hold "
-                    f"the window before it; make the cache with rollback >= {self._deepest - length}, or encode again"
-                )
+            raise CacheError(
+                f"cannot truncate to {length} tokens: the sliding layers, once at {self._deepest}, no longer hold "
+                f"the window before it; make the cache with rollback >= {self._deepest - length}, or encode again"
+            )
         self.length = length
+        if length == 0:
+            self._deepest = 0
 
     def fork(self, max_length: int | None = None, length: int | None = None) -> CacheRow:
         """An independent copy of the first `length` tokens (default: all), with room for `max_length` in all."""

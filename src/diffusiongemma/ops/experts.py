@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from diffusiongemma.ops.linear import linear
+from diffusiongemma.ops.linear import ROWS, linear
+
+MAX_WASTE = 2.5  # rows of the padded batch for each real one, up to which one batched product is the faster way
 
 
 def geglu(gate_up: Tensor) -> Tensor:
@@ -34,18 +36,28 @@ def experts_grouped(x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, d
     """Same as `experts_reference`. A token's result does not depend on the other tokens, to the bit."""
     tokens, k = index.shape
     order = index.flatten().argsort(stable=True)  # [N k] pairs, by expert
-    sizes = torch.bincount(index.flatten(), minlength=gate_up.shape[0]).tolist()
-    rows = x[order // k]
-    share = weight.flatten()[order, None].to(x.dtype)
-    parts = []
-    start = 0
-    for expert, size in enumerate(sizes):
-        if size:
-            stop = start + size
-            # Weighting before the way down touches I numbers a pair instead of D.
-            hidden = geglu(linear(rows[start:stop], gate_up[expert])) * share[start:stop]
-            parts.append(linear(hidden, down[expert]))
-            start = stop
+    counts = torch.bincount(index.flatten(), minlength=gate_up.shape[0])  # [E]
+    room = -(-int(counts.max()) // ROWS) * ROWS
+    balanced = gate_up.shape[0] * room <= MAX_WASTE * len(order)
+    way = _all_at_once if balanced else _one_by_one
+    out = way(x[order // k], counts, room, gate_up, down) * weight.flatten()[order, None].to(x.dtype)
     back = torch.empty_like(order)
-    back[order] = torch.arange(order.shape[0], device=order.device)
-    return torch.cat(parts)[back].view(tokens, k, -1).sum(dim=1)
+    back[order] = torch.arange(len(order), device=order.device)
+    return out[back].view(tokens, k, -1).sum(dim=1)
+
+
+def _all_at_once(rows: Tensor, counts: Tensor, room: int, gate_up: Tensor, down: Tensor) -> Tensor:
+    """rows [N k, D] by expert -> [N k, D]: batched products, each expert padded to `room`."""
+    experts = gate_up.shape[0]
+    expert = torch.arange(experts, device=rows.device).repeat_interleave(counts)
+    place = expert * room + torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[expert]
+    padded = rows.new_zeros(experts * room, rows.shape[1]).index_copy(0, place, rows)
+    hidden = geglu(torch.bmm(padded.view(experts, room, -1), gate_up.transpose(1, 2)))
+    return torch.bmm(hidden, down.transpose(1, 2)).flatten(0, 1)[place]
+
+
+def _one_by_one(rows: Tensor, counts: Tensor, room: int, gate_up: Tensor, down: Tensor) -> Tensor:
+    """The same, expert after expert: for when few experts get most tokens and padding would waste the most."""
+    groups = rows.split(counts.tolist())
+    parts = [linear(geglu(linear(group, up)), back) for group, up, back in zip(groups, gate_up, down, strict=True)]
+    return torch.cat(parts)
