@@ -1,0 +1,1 @@
+"""Tasks: prompts, data and graders, one file a task."""

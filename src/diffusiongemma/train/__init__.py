@@ -1,0 +1,1 @@
+"""Training: objective, data, loop, recipes."""

@@ -1,0 +1,122 @@
+"""What is learned: a noisy canvas says what each token should be, and the encoder says the next token.
+
+A canvas draws t ~ U(1e-3, 1), and each of its tokens becomes a uniform random one with probability t (never a pinned
+one); with `span`, the noise is one hole instead: everything inside, nothing outside. Half of the canvases are
+conditioned on what a first pass without gradient believed. A share of those (`unroll`) goes on to the canvas that the
+sampler would make of that belief, accepted guesses and fresh noise, so that the model learns to repair its mistakes.
+
+Legend: B rows, P prefix, L canvas, R = views * B canvases, N = R L, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from diffusiongemma.train.forward import Routing, TrainingForward
+from diffusiongemma.train.losses import cross_entropy, look
+from diffusiongemma.train.recipe import ObjectiveConfig
+from diffusiongemma.train.rows import Rows
+
+T_MIN = 1e-3
+
+
+@dataclass(frozen=True)
+class Result:
+    loss: Tensor  # scalar, with gradient
+    load: Tensor  # [layers, E]: how the experts were used
+    metrics: dict[str, Tensor]  # scalars, on the device
+
+
+def corrupt(canvas: Tensor, pinned: Tensor, vocabulary: int, span: float) -> Tensor:
+    """canvas, pinned [R, L] -> noisy canvas [R, L]"""
+    rows, length = canvas.shape
+    device = canvas.device
+    t = T_MIN + (1.0 - T_MIN) * torch.rand(rows, 1, device=device)
+    hit = torch.rand(rows, length, device=device) < t
+    if span > 0:
+        width = (t * length).ceil()
+        first = (torch.rand(rows, 1, device=device) * (length - width + 1)).floor()
+        at = torch.arange(length, device=device)
+        inside = (at >= first) & (at < first + width)
+        hit = torch.where(torch.rand(rows, 1, device=device) < span, inside, hit)
+    noise = torch.randint(vocabulary, canvas.shape, device=device)
+    return torch.where(hit & ~pinned, noise, canvas)
+
+
+def sampler_step(candidate: Tensor, entropy: Tensor, bound: Tensor, vocabulary: int) -> Tensor:
+    """candidate, entropy [R, L], bound [R, 1] -> the next canvas: the surest candidates, fresh noise elsewhere"""
+    ordered, order = entropy.sort(dim=-1)
+    accepted = torch.zeros_like(order, dtype=torch.bool)
+    accepted.scatter_(1, order, (ordered.cumsum(dim=-1) - ordered) <= bound)
+    return torch.where(accepted, candidate, torch.randint(vocabulary, candidate.shape, device=candidate.device))
+
+
+def balance(routing: list[Routing], usage: Tensor | None) -> Tensor:
+    """Switch's balancing loss, 1 when even. `usage` [layers, E] is the load over many steps and tasks, so that an
+    expert may serve one task as long as others serve the rest; None takes the load of this pass."""
+    terms = []
+    for one in routing:
+        load = one.load if usage is None else usage
+        terms.append((load * one.probability).sum(dim=-1).mean() * load.shape[-1])
+    return torch.stack(terms).mean()
+
+
+def micro_loss(
+    forward: TrainingForward, rows: Rows, config: ObjectiveConfig, views: int = 1, usage: Tensor | None = None
+) -> Result:
+    """The loss of one micro-batch; uses the default random generators of the rows' device."""
+    model, cap = forward.model, forward.config.final_logit_softcapping
+    head = model.embed_tokens.weight
+    tokens = torch.cat([rows.prefix, rows.canvas], dim=1)
+    hidden, prefix, routing = forward.encode(tokens, rows.prefix.shape[1])
+    target = torch.cat([tokens[:, 1:], tokens[:, :1]], dim=1).flatten()
+    next_weight = torch.cat([rows.encoder_weight[:, 1:], torch.zeros_like(rows.encoder_weight[:, :1])], dim=1)
+    encoder, *_ = cross_entropy(hidden, head, target, next_weight.flatten(), cap, forward.compiled)
+
+    canvas, pinned, weight = (t.repeat(views, 1) for t in (rows.canvas, rows.pinned, rows.weight))  # [R, L]
+    noisy = corrupt(canvas, pinned, model.config.vocab_size, config.span)
+    conditioned = int(len(canvas) * config.self_conditioning)
+    soft = None
+    if conditioned:
+        soft, drafted = _first_pass(forward, noisy[:conditioned], prefix, config)
+        drafted = torch.where(pinned[:conditioned], canvas[:conditioned], drafted)
+        unrolled = int(conditioned * config.unroll)
+        noisy = torch.cat([drafted[:unrolled], noisy[unrolled:]])
+        soft = torch.cat([soft, soft.new_zeros(noisy.numel() - len(soft), soft.shape[1])])  # zeros: no belief yet
+    hidden, decoder_routing = forward.denoise(noisy, soft, prefix)
+    decoder, _, right = cross_entropy(hidden, head, canvas.flatten(), weight.flatten(), cap, forward.compiled)
+
+    aux = balance([routing, decoder_routing], usage)
+    # The balance is a mean over layers; its weight is meant for each of them.
+    loss = decoder + config.encoder_weight * encoder + config.balance_weight * len(prefix) * aux
+    load = (routing.load + decoder_routing.load).detach() / 2
+    with torch.no_grad():
+        counted = weight.flatten() / weight.sum().clamp(min=1e-9)
+        metrics = {
+            "decoder": decoder.detach(),
+            "encoder": encoder.detach(),
+            "accuracy": (right * counted).sum(),
+            "balance": aux.detach(),
+        }
+    return Result(loss, load, metrics)
+
+
+@torch.no_grad()
+def _first_pass(
+    forward: TrainingForward, noisy: Tensor, prefix: list[tuple[Tensor, Tensor]], config: ObjectiveConfig
+) -> tuple[Tensor, Tensor]:
+    """noisy [r, L] -> soft embeddings [r L, D] of what the network believes, and the sampler's next canvas [r, L]"""
+    model, (rows, length) = forward.model, noisy.shape
+    hidden, _ = forward.denoise(noisy, None, prefix)
+    low, high = config.temperature
+    temperature = low + (high - low) * torch.rand(rows, 1, device=noisy.device)
+    heat = temperature.expand(rows, length).flatten()
+    cap = forward.config.final_logit_softcapping
+    soft, entropy, sample = look(hidden, model.embed_tokens.weight, heat, cap, forward.compiled)
+    low, high = config.accept
+    bound = low * (high / low) ** torch.rand(rows, 1, device=noisy.device)
+    drafted = sampler_step(sample.view(rows, length), entropy.view(rows, length), bound, model.config.vocab_size)
+    return soft * model._embed_scale(), drafted

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from diffusiongemma.errors import DataError
+from diffusiongemma.tasks.sudoku_gen import generate
+from diffusiongemma.train.data import bpe, transport
+from diffusiongemma.train.data.extract import Document, read_documents, write_documents
+from diffusiongemma.train.data.icons import Icon
+from diffusiongemma.train.data.shards import EOS, Encoder, write_icons
+
+TEXTS = [
+    "def total(self, values):\n    result = 0\n    for value in values:\n        result += value\n    return result\n",
+    '<svg viewBox="0 0 24 24"><path fill="currentColor" d="M12 2.5a-3 3 0 0 1 3-3.5"/></svg>',
+    "Some plain words about a tokenizer, with 1234 digits.\n",
+] * 20
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return bpe.train(TEXTS, 500)
+
+
+@pytest.fixture(scope="module")
+def folder(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    bpe.save(tokenizer, path)
+    return path
+
+
+def test_special_tokens_have_the_ids_of_diffusiongemma(tokenizer: Tokenizer) -> None:
+    expected = {"<pad>": 0, "<eos>": 1, "<bos>": 2, "<|tool>": 46, '<|"|>': 52, "<|think|>": 98, "<|channel>": 100,
+                "<channel|>": 101, "<|turn>": 105, "<turn|>": 106}  # fmt: skip
+    assert {text: tokenizer.token_to_id(text) for text in expected} == expected
+    assert tokenizer.encode("<|turn>user").ids[0] == 105
+    texts = bpe.special_tokens()
+    assert len(texts) == len(set(texts)) == 107
+
+
+@pytest.mark.parametrize(
+    "text", [*TEXTS[:3], "tabs\t\tand  spaces \n\n\n  x", "é 日本 \U0001f600 \r\n", "<eos><pad>", ""]
+)
+def test_round_trip_and_text_never_becomes_control_tokens(folder: Path, text: str) -> None:
+    loaded = bpe.load(folder)
+    ids = loaded.encode(text, add_special_tokens=False).ids
+    assert loaded.decode(ids, skip_special_tokens=False) == text
+    assert min(ids, default=200) > 106
+
+
+def test_a_token_holds_one_digit_and_a_line_break_takes_its_indent(tokenizer: Tokenizer) -> None:
+    assert len(tokenizer.encode("0123456789" * 8 + "0").ids) == 81
+    assert len(set(tokenizer.encode("0123456789").ids)) == 10
+    assert all(sum(ch.isdigit() for ch in token) <= 1 for token in tokenizer.get_vocab() if token[0] != "<")
+    tokens = tokenizer.encode("for value in values:\n        result").tokens
+    assert "ĊĠĠĠĠĠĠĠĠ" in tokens
+    assert sum("Ċ" in token for token in tokenizer.encode("a\n\n    b\n").tokens) == 3
+
+
+def test_documents_round_trip_and_are_written_the_same_twice(tmp_path: Path) -> None:
+    documents = [Document("p", "a.py", "code", "x = 'é'\n"), Document("p", "b.md", "docs", "words\n")]
+    for name in ("one", "two"):
+        write_documents(tmp_path / name, documents)
+    assert list(read_documents(tmp_path / "one")) == documents
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+
+
+def test_shards_hold_every_document_with_its_end(folder: Path, tmp_path: Path) -> None:
+    counts = Encoder(folder).write(TEXTS, tmp_path, "code")
+    tokens, offsets = np.load(tmp_path / "code.npy"), np.load(tmp_path / "code_offsets.npy")
+    assert counts == {"documents": len(TEXTS), "tokens": len(tokens)}
+    assert tokens.dtype == np.uint16
+    loaded = bpe.load(folder)
+    for i, text in enumerate(TEXTS):
+        row = tokens[offsets[i] : offsets[i + 1]].tolist()
+        assert row[-1] == EOS
+        assert loaded.decode(row[:-1], skip_special_tokens=False) == text
+
+
+def test_icon_shards_say_whose_prompt_is_whose(folder: Path, tmp_path: Path) -> None:
+    icons = [Icon("s", "a", "bell", ("outline",), (), TEXTS[1]), Icon("s", "b", "pen", (), (), TEXTS[1])]
+    assert write_icons(Encoder(folder), icons, tmp_path, "icons")["prompts"] == 3
+    assert np.load(tmp_path / "icons_prompt_of.npy").tolist() == [0, 0, 1]
+
+
+def test_boards_pack_and_unpack() -> None:
+    boards = np.random.default_rng(0).integers(0, 10, (17, 81)).astype(np.uint8)
+    assert np.array_equal(transport.unpack_boards(transport.pack_boards(boards)), boards)
+
+
+def test_what_is_packed_comes_back(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "_PIECE", 300)  # several files an array
+    monkeypatch.setattr(transport, "PART_BYTES", 800)  # several parts
+    puzzles = generate(5, np.zeros(12, np.uint8))
+    np.savez(tmp_path / "sudoku.npz", puzzle=puzzles.puzzle)
+    tokens = tmp_path / "tokens"
+    tokens.mkdir()
+    Encoder(folder).write(TEXTS, tokens, "code")
+    (tokens / "meta.json").write_text("{}")
+    report = transport.pack(tokens, tmp_path / "sudoku.npz", tmp_path / "transport")
+    assert len(report["parts"]) > 1
+    assert max(report["bytes"]) <= 800
+    transport.unpack([tmp_path / "transport"], tmp_path / "out", workers=1)
+    for name in ("code.npy", "code_offsets.npy"):
+        before, after = np.load(tokens / name), np.load(tmp_path / "out" / name)
+        assert before.dtype == after.dtype
+        assert np.array_equal(before, after)
+    with np.load(tmp_path / "out" / "sudoku.npz") as arrays:
+        for name in ("puzzle", "solution", "guesses"):
+            assert np.array_equal(arrays[name], getattr(puzzles, name))
+    assert (tmp_path / "out" / "meta.json").read_text() == "{}"
+
+
+def test_unpack_without_files_says_so(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no \.xz files"):
+        transport.unpack([tmp_path], tmp_path / "out", workers=1)

@@ -1,0 +1,112 @@
+"""The objective: noise where it belongs, losses as plain torch computes them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from diffusiongemma.config import ModelConfig
+from diffusiongemma.model import DiffusionGemma
+from diffusiongemma.train import losses
+from diffusiongemma.train.forward import TrainingForward
+from diffusiongemma.train.losses import cross_entropy, look
+from diffusiongemma.train.objective import corrupt, micro_loss, sampler_step
+from diffusiongemma.train.recipe import ObjectiveConfig
+from diffusiongemma.train.rows import Rows
+
+
+@pytest.mark.parametrize("chunk", [7, 1000])
+def test_chunked_cross_entropy_is_cross_entropy(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "CHUNK", chunk)
+    torch.manual_seed(0)
+    hidden, head = torch.randn(30, 8, requires_grad=True), (3 * torch.randn(11, 8)).requires_grad_()
+    target, weight = torch.randint(11, (30,)), torch.rand(30)
+    loss, each, right = cross_entropy(hidden, head, target, weight, 5.0)
+    logits = torch.tanh(hidden @ head.t() / 5.0) * 5.0
+    plain = F.cross_entropy(logits, target, reduction="none")
+    expected = (plain * weight).sum() / weight.sum()
+    torch.testing.assert_close(each, plain)
+    torch.testing.assert_close(loss, expected)
+    assert torch.equal(right, logits.argmax(-1) == target)
+    got = torch.autograd.grad(2 * loss, (hidden, head))
+    torch.testing.assert_close(got, torch.autograd.grad(2 * expected, (hidden, head)), atol=1e-6, rtol=1e-4)
+
+
+def test_look_reads_what_the_network_believes() -> None:
+    torch.manual_seed(0)
+    hidden, head, heat = torch.randn(4000, 8), torch.randn(11, 8), torch.full((4000,), 0.5)
+    hidden[:] = hidden[0]
+    soft, entropy, sample = look(hidden, head, heat, 5.0)
+    p = (torch.tanh(hidden[0] @ head.t() / 5.0) * 5.0 / 0.5).softmax(-1)
+    torch.testing.assert_close(soft[0], p @ head)
+    torch.testing.assert_close(entropy[0], -(p * p.log()).sum())
+    torch.testing.assert_close(sample.bincount(minlength=11) / 4000, p, atol=0.03, rtol=0)
+
+
+def test_noise_respects_pins_and_covers_all_levels() -> None:
+    torch.manual_seed(0)
+    canvas = torch.full((2000, 40), 10_000)  # no token of the vocabulary: every change shows
+    pinned = torch.zeros(2000, 40, dtype=torch.bool)
+    pinned[:, :5] = True
+    noisy = corrupt(canvas, pinned, 100, span=0.0)
+    changed = (noisy != canvas).float()
+    assert changed[:, :5].sum() == 0
+    share = changed[:, 5:].mean(dim=1)
+    assert abs(float(share.mean()) - 0.5) < 0.03
+    assert float(share.std()) > 0.25  # uniform in t, not one level for all
+    assert int(noisy[noisy < 10_000].max()) < 100
+
+
+def test_span_noise_is_one_hole() -> None:
+    torch.manual_seed(0)
+    canvas = torch.full((500, 40), 10_000)
+    noisy = corrupt(canvas, torch.zeros(500, 40, dtype=torch.bool), 100, span=1.0)
+    hit = (noisy != canvas).int()
+    edges = (hit.diff(dim=1) != 0).sum(dim=1)
+    assert int(edges.max()) <= 2
+    assert int(hit.sum(dim=1).min()) >= 1
+
+
+def test_sampler_step_accepts_by_entropy() -> None:
+    candidate = torch.full((1, 4), 10_000)
+    entropy = torch.tensor([[0.5, 0.01, 0.02, 3.0]])
+    canvas = sampler_step(candidate, entropy, torch.tensor([[0.1]]), 100)
+    assert (canvas == 10_000).tolist() == [[True, True, True, False]]  # sums before: 0.03, 0, 0.01, 0.53
+
+
+def rows(config: ModelConfig) -> Rows:
+    torch.manual_seed(1)
+    canvas = torch.randint(config.vocab_size, (4, 8))
+    pinned = torch.zeros(4, 8, dtype=torch.bool)
+    prefix = torch.randint(config.vocab_size, (4, 12))
+    return Rows("test", prefix, canvas, pinned, torch.ones(4, 8), torch.ones(4, 20))
+
+
+def test_encoder_loss_is_next_token_prediction() -> None:
+    config = ModelConfig.preset("tiny")
+    model = DiffusionGemma(config).init_weights(0)
+    batch = rows(config)
+    result = micro_loss(TrainingForward(model), batch, ObjectiveConfig())
+    tokens = torch.cat([batch.prefix, batch.canvas], dim=1)
+    logits = model.logits(model.encode(tokens, model.new_cache(4, 20)))
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    torch.testing.assert_close(result.metrics["encoder"], expected.detach())
+    torch.testing.assert_close(
+        result.loss.detach(),
+        result.metrics["decoder"] + expected.detach() + 0.01 * config.num_hidden_layers * result.metrics["balance"],
+    )
+
+
+def test_a_few_steps_learn_a_batch_by_heart() -> None:
+    config = ModelConfig.preset("tiny")
+    model = DiffusionGemma(config).init_weights(0)
+    batch = rows(config)
+    forward = TrainingForward(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    seen = []
+    for _ in range(40):
+        result = micro_loss(forward, batch, ObjectiveConfig(), views=2)
+        optimizer.zero_grad()
+        result.loss.backward()
+        optimizer.step()
+        seen.append(float(result.metrics["decoder"]))
+    assert sum(seen[-5:]) < 0.5 * sum(seen[:5])
