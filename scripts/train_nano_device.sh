@@ -3,7 +3,9 @@
 # Steps, in any order and number, for example over three calls on the same machine:
 #   scripts/train_nano_device.sh stash smoke
 #   scripts/train_nano_device.sh stash unpack bench 40 train 8 20 collect 1
-#   scripts/train_nano_device.sh train 9 20 collect 1        and then: collect 2
+#   scripts/train_nano_device.sh train 9 20 collect 1        and then, at once: collect 2
+# The lent machine goes back, with everything on it, after 30 idle seconds: start nothing beside these calls that could
+# outlast them, and have the next call ready.
 #
 #   stash            keep what lies in $CARRY (part*/, tokenizer/, eval/) on this machine for later calls
 #   smoke            twenty steps of nano's network on made-up data: does it compile, how fast is it (needs no parts)

@@ -135,6 +135,10 @@ class Tokenizer:
 
     # ---- the vocabulary ------------------------------------------------------------------------------------------
 
+    def to_json(self) -> str:
+        """The text of a tokenizer.json."""
+        return self._full.to_str()
+
     def token_to_id(self, name: str) -> int | None:
         with _guarded(f"no token can be called {name!r}"):
             return self._full.token_to_id(name)
