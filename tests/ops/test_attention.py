@@ -33,12 +33,26 @@ def test_canvas(tokens, keys, heads, kv_heads) -> None:
     torch.testing.assert_close(attend_canvas(q, k, v), plain(q, k, v, seen), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("block", [3, 1024])  # small query blocks must not change anything
+@pytest.mark.parametrize("block", [3, 16, 1024])  # the size of query blocks must not change anything
 @pytest.mark.parametrize("window", [None, 1, 4, 9, 100])
 @pytest.mark.parametrize(("tokens", "cached"), [(1, 0), (1, 6), (5, 0), (12, 0), (12, 8), (30, 3)])
 def test_causal(tokens, cached, window, block, monkeypatch) -> None:
-    monkeypatch.setattr(attention, "QUERY_BLOCK", block)
+    monkeypatch.setattr(attention, "CPU_BLOCK", block)
     q, k, v = make(tokens, cached + tokens)
     at, key = torch.arange(cached, cached + tokens)[:, None], torch.arange(cached + tokens)[None]
     seen = (key <= at) & (key > at - (window or 10**6))
-    torch.testing.assert_close(attend_causal(q, k, v, window), plain(q, k, v, seen), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(attend_causal(q, k, v, cached, window), plain(q, k, v, seen), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("window", [None, 5, 40])
+def test_a_query_keeps_its_bits_wherever_the_text_is_cut(window) -> None:
+    q, k, v = make(90, 90)
+    whole = attend_causal(q, k, v, 0, window)
+    for cuts in ([1] * 90, [7] * 12 + [6], [64, 26], [16, 16, 58], [33, 57]):
+        at, parts = 0, []
+        for size in cuts:
+            first = 0 if window is None else max(0, at - window + 1)  # a ring holds no more
+            end = at + size
+            parts.append(attend_causal(q[at:end], k[:, first:end], v[:, first:end], at, window))
+            at = end
+        assert torch.equal(torch.cat(parts), whole)

@@ -133,7 +133,7 @@ class CacheRow:
         twin = CacheRow(self.config, limit, self.keys[0].dtype, self.keys[0].device, self.rollback)
         oldest = max(0, self._deepest - self.ring)  # what the rings still hold begins here
         for layer in range(self.config.num_hidden_layers):
-            count = min(length - oldest, twin.ring) if self.config.is_sliding(layer) else length
+            count = min(max(0, length - oldest), twin.ring) if self.config.is_sliding(layer) else length
             if count:
                 keys, values = self._between(layer, length - count, length)
                 twin.length = length - count

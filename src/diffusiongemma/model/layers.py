@@ -113,7 +113,7 @@ class Attention(nn.Module):
     def encode_row(self, row: CacheRow, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T, H, Dh], k and v [K, T, Dh] -> [T, H, Dh]; causal; the new keys and values go into the cache."""
         keys, values = row.last(self.layer, row.length if self.window is None else self.window - 1)
-        out = attend_causal(q, torch.cat([*keys, k], dim=1), torch.cat([*values, v], dim=1), self.window)
+        out = attend_causal(q, torch.cat([*keys, k], dim=1), torch.cat([*values, v], dim=1), row.length, self.window)
         row.write(self.layer, k, v)
         return out
 

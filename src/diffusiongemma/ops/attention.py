@@ -10,7 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-QUERY_BLOCK = 1024  # bounds the mask to QUERY_BLOCK x S, however long the prompt is
+# Queries that are computed together. On a CPU blocks begin at multiples of this in the text itself, wherever a prompt was
+# cut: a query's result is then the same to the bit in one piece, in chunks or token by token, and so are kept prefixes.
+CPU_BLOCK = 16
+GPU_BLOCK = 1024  # only bounds the mask, which is GPU_BLOCK x S
 
 
 def attend_canvas(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -23,26 +26,42 @@ def attend_canvas(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out.view(kv_heads, heads // kv_heads, tokens, head_dim).permute(2, 0, 1, 3).reshape(tokens, heads, head_dim)
 
 
-def attend_causal(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """q [T, H, Dh], k and v [K, S, Dh] -> [T, H, Dh]; query i stands at key C + i and sees `window` keys up to it."""
-    tokens, keys = q.shape[0], k.shape[1]
-    cached = keys - tokens
-    heads = q.transpose(0, 1)  # [H, T, Dh]
+def attend_causal(q: Tensor, k: Tensor, v: Tensor, start: int, window: int | None) -> Tensor:
+    """q [T, H, Dh], k and v [K, S, Dh] -> [T, H, Dh]; the new tokens stand at `start` …, the keys end with them.
+
+    A query sees the `window` keys up to itself (None: all).
+    """
+    tokens, heads, head_dim = q.shape
+    kv_heads, keys = k.shape[0], k.shape[1]
+    end = start + tokens
+    block = GPU_BLOCK if q.is_cuda else CPU_BLOCK
     outs = []
-    for start in range(0, tokens, QUERY_BLOCK):
-        stop = min(start + QUERY_BLOCK, tokens)
-        first = 0 if window is None else max(0, cached + start - window + 1)
-        last = cached + stop
-        block = heads[None, :, start:stop]
-        k_block, v_block = k[None, :, first:last], v[None, :, first:last]
-        if last - first == stop - start and (window is None or stop - start <= window):
-            out = F.scaled_dot_product_attention(block, k_block, v_block, is_causal=True, scale=1.0, enable_gqa=True)
-        else:
-            query_at = torch.arange(cached + start, cached + stop, device=q.device)[:, None]
-            key_at = torch.arange(first, last, device=q.device)[None, :]
-            seen = key_at <= query_at
-            if window is not None:
-                seen &= key_at > query_at - window
-            out = F.scaled_dot_product_attention(block, k_block, v_block, attn_mask=seen, scale=1.0, enable_gqa=True)
-        outs.append(out[0])
+    for begin in range(start - start % block, end, block):
+        stop = begin + block
+        first = 0 if window is None else max(0, begin - window + 1)
+        rows = _cut(q.transpose(0, 1), start, begin, stop)  # [H, block, Dh]
+        k_part, v_part = (_cut(t, end - keys, first, stop) for t in (k, v))
+        query_at = torch.arange(begin, stop, device=q.device)[:, None]
+        key_at = torch.arange(first, stop, device=q.device)[None, :]
+        seen = key_at <= query_at
+        if window is not None:
+            seen &= key_at > query_at - window
+        # As in `attend_canvas`, the queries of a group are more rows of their K/V head.
+        group = heads // kv_heads
+        out = F.scaled_dot_product_attention(
+            rows.reshape(1, kv_heads, group * block, head_dim),
+            k_part[None],
+            v_part[None],
+            attn_mask=seen.repeat(group, 1),
+            scale=1.0,
+        )
+        out = out.view(heads, block, head_dim)
+        outs.append(out[:, max(start - begin, 0) : min(end, stop) - begin])
     return torch.cat(outs, dim=1).transpose(0, 1)
+
+
+def _cut(x: Tensor, at: int, first: int, stop: int) -> Tensor:
+    """x [h, n, Dh], whose tokens stand at `at` … -> those at first … stop - 1, zeros where x has none"""
+    have = x[:, max(first - at, 0) : max(stop - at, 0)]
+    before, after = max(at - first, 0), max(stop - at - x.shape[1], 0)
+    return F.pad(have, (0, 0, before, after)) if before or after else have
