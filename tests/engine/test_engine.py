@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -400,3 +402,115 @@ def test_logprobs_are_the_models_own(engine) -> None:
     for i, entry in enumerate(result.logprobs):
         assert entry.logprob == pytest.approx(float(expected[1 + i, entry.token]), abs=1e-4)
         assert entry.top[0][0] == entry.token  # greedy
+
+
+# ---- found in review ---------------------------------------------------------------------------------------------
+
+
+def test_a_kept_prefix_does_not_change_the_text() -> None:
+    """Long enough for several chunks, reused in the middle of one."""
+    config = CONFIG.replace(hidden_size=128, sliding_window=100, canvas_length=64)
+    model = DiffusionGemma(config).init_weights(3, std=0.1).eval().requires_grad_(False)
+    prompt = torch.randint(3, 400, (700,), generator=torch.Generator().manual_seed(0)).tolist()
+    given = {"max_new_tokens": 64, "steps": 12, "entropy_bound": 50.0}
+    for seed in range(3):
+        with Engine(model, byte_tokenizer()) as cold:
+            expected = cold.generate(prompt, seed=seed, **given)
+        with Engine(model, byte_tokenizer()) as warm:
+            warm.generate(prompt[:300], max_new_tokens=1, steps=1, seed=0)
+            result = warm.generate(prompt, seed=seed, **given)
+        assert result.metrics.reused_tokens == 300
+        assert result.tokens == expected.tokens
+
+
+def test_a_stop_text_ends_tokens_and_figures_too(engine) -> None:
+    params = SamplingParams.build(max_new_tokens=16, steps=2, seed=0, stop="cd", logprobs=0)
+    pins = {i: byte_tokenizer().encode(c)[0] for i, c in enumerate("abcdefgh")}
+    result = collect(engine.submit(Request((5,), params, pins=pins)))
+    assert result.text == "ab"
+    assert result.tokens == byte_tokenizer().encode("ab")
+    assert len(result.logprobs) == result.metrics.new_tokens == 2
+    assert result.finish_reason == "stop"
+
+
+def test_pins_hold_although_the_model_would_end_before_them() -> None:
+    with make_engine() as engine:
+        for seed in range(8):  # of 400 tokens 4 end the answer; 200 positions are sure to draw one
+            params = SamplingParams.build(max_new_tokens=200, steps=1, seed=seed)
+            result = collect(engine.submit(Request((5,), params, pins={199: 120})))
+            assert result.tokens[199] == 120
+
+
+def test_confidence_threshold_makes_progress_beside_pins(engine) -> None:
+    params = SamplingParams.build(max_new_tokens=16, steps=5, seed=0, threshold=0.999, early_stop=False)
+    drafts = [e for e in engine.submit(Request((5,), params, pins={0: 120}, ends=False)) if isinstance(e, Draft)]
+    assert all(sum(draft.accepted) >= 2 for draft in drafts)
+
+
+def test_a_receiver_that_raises_ends_its_own_request_only() -> None:
+    with make_engine() as engine:
+
+        def broken(event) -> None:
+            raise RuntimeError("gone")
+
+        good = engine.submit(engine.request([3, 4], max_new_tokens=200, steps=3, seed=1))
+        engine.submit(engine.request([3, 5], max_new_tokens=200, steps=3, seed=1), forward=broken)
+        assert collect(good).finish_reason in ("length", "stop")
+        assert engine.worker.failures == 0
+        wait_idle(engine)
+
+
+def test_closing_ends_requests_that_are_still_in_the_queue(monkeypatch) -> None:
+    engine = make_engine()
+    running, go_on = threading.Event(), threading.Event()
+    tick = engine.scheduler.tick
+    monkeypatch.setattr(engine.scheduler, "tick", lambda: (running.set(), go_on.wait(5), tick()))
+    first = engine.submit(engine.request([3], max_new_tokens=4, steps=1, seed=0))
+    assert running.wait(5)
+    late = engine.submit(engine.request([4], max_new_tokens=4, steps=1, seed=0))
+    closer = threading.Thread(target=engine.close)
+    closer.start()
+    time.sleep(0.05)
+    go_on.set()
+    assert isinstance(list(first)[-1], End)
+    assert list(late)[-1].finish_reason == "error"
+    closer.join(5)
+    assert not closer.is_alive()
+
+
+def test_a_request_that_waits_leaves_the_prefixes_alone() -> None:
+    one = CacheRow.bytes_for(CONFIG, 99, torch.float32)
+    with make_engine(Limits(max_bytes=int(1.9 * one))) as engine:
+        engine.generate([7] * 40, max_new_tokens=1, steps=1, seed=0)
+        assert 0 < engine.scheduler.prefixes.nbytes < 0.9 * one
+        params = SamplingParams.build(max_new_tokens=40, steps=200, seed=0, early_stop=False)
+        runs = engine.submit(Request((3,) * 60, params))  # keeps no snapshot, and once cancelled no row either
+        waits = engine.submit(engine.request([7] * 60, max_new_tokens=40, steps=1, seed=0))
+        for count, _ in enumerate(runs):
+            if count == 5:
+                runs.cancel()
+        assert collect(waits).metrics.reused_tokens == 40
+
+
+def test_a_batch_with_a_bad_request_starts_nothing() -> None:
+    with make_engine() as engine:
+        with pytest.raises(InputError):
+            engine.generate_batch([[3], [4000]], max_new_tokens=4)
+        assert engine.scheduler.ticks == 0
+        results = engine.generate_batch([[3], [3]], params=SamplingParams.build(max_new_tokens=8, steps=2, seed=5))
+        assert [r.metrics.seed for r in results] == [5, 6]
+
+
+def test_an_engine_that_is_dropped_frees_its_model() -> None:
+    engine = make_engine()
+    engine.generate([3], max_new_tokens=4, steps=1)
+    model = weakref.ref(engine.model)
+    del engine
+    gc.collect()
+    assert model() is None
+
+
+@pytest.mark.parametrize("limits", [{"max_rows": 0}, {"chunk": 0}, {"max_bytes": 1.5}])
+def test_limits_check_themselves(limits) -> None:
+    with pytest.raises(ConfigError, match=next(iter(limits))):
+        Limits(**limits)

@@ -18,7 +18,6 @@ class Canvas:
     entropy: Tensor | None = None  # [L]
     accepted: Tensor | None = None  # [L] bool
     logprob: Tensor | None = None  # [L] of the argmax tokens
-    probs: Tensor | None = None  # [L, V] for the next step's self-conditioning
     mean_entropy: float = float("inf")  # over the free positions
     history: tuple[Tensor, ...] = ()  # the argmax of earlier steps, as many as the stop rule looks at
 

@@ -60,15 +60,16 @@ class Pins:
 
 @dataclass(frozen=True)
 class Forbidden:
-    """Tokens that may stand nowhere."""
+    """Tokens that may not stand on the canvas, or not before position `until`."""
 
     tokens: tuple[int, ...]
+    until: int | None = None
 
     def start(self, canvas: Tensor) -> Tensor:
         return canvas
 
     def constrain(self, logits: Tensor, canvas: Tensor) -> Tensor:
-        logits[:, list(self.tokens)] = -torch.inf
+        logits[: self.until, list(self.tokens)] = -torch.inf
         return logits
 
     def free(self, length: int) -> Tensor:

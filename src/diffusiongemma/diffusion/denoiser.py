@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from diffusiongemma.diffusion.acceptance import Acceptance
-from diffusiongemma.diffusion.beliefs import read_logits
+from diffusiongemma.diffusion.beliefs import Beliefs, read_logits
 from diffusiongemma.diffusion.canvas import Canvas
 from diffusiongemma.diffusion.constraints import Constraint
 from diffusiongemma.diffusion.noise import Draws
@@ -42,9 +42,10 @@ class Denoiser:
             logits = constraint.constrain(logits, canvas.tokens)
         remaining = self.schedule.steps - canvas.step
         beliefs = read_logits(logits, self.schedule.at(remaining), draws.uniforms(length))
-        accepted = self.acceptance.accept(beliefs)
+        free = self._free(length).to(logits.device)
+        accepted = self._accept(beliefs, free)
         noise = draws.tokens(length, self.vocab_size).to(logits.device)
-        mean_entropy = self._mean_entropy(beliefs.entropy)
+        mean_entropy = beliefs.entropy[free].mean().item() if bool(free.any()) else 0.0
         done = remaining == 1
         history = canvas.history
         if self.stop is not None:
@@ -58,18 +59,23 @@ class Denoiser:
             entropy=beliefs.entropy,
             accepted=accepted,
             logprob=beliefs.logprob,
-            probs=beliefs.probs,
             mean_entropy=mean_entropy,
             history=history,
         )
 
-    def _mean_entropy(self, entropy: Tensor) -> float:
-        if not self.constraints:
-            return entropy.mean().item()
-        free = torch.ones_like(entropy, dtype=torch.bool)
+    def _free(self, length: int) -> Tensor:
+        """[L] bool: the positions that no constraint has decided beforehand"""
+        free = torch.ones(length, dtype=torch.bool)
         for constraint in self.constraints:
-            free &= constraint.free(entropy.shape[0]).to(free.device)
-        return entropy[free].mean().item() if bool(free.any()) else 0.0
+            free &= constraint.free(length)
+        return free
+
+    def _accept(self, beliefs: Beliefs, free: Tensor) -> Tensor:
+        """What the rule accepts, and at least one free position: pins are always accepted, and that is no progress."""
+        accepted = self.acceptance.accept(beliefs)
+        if self.constraints and bool(free.any()) and not bool((accepted & free).any()):
+            accepted[torch.where(free, beliefs.entropy, torch.inf).argmin()] = True
+        return accepted
 
     @staticmethod
     def cut(canvas: Canvas, length: int) -> Canvas:
@@ -85,6 +91,5 @@ class Denoiser:
             entropy=first(canvas.entropy),
             accepted=first(canvas.accepted),
             logprob=first(canvas.logprob),
-            probs=first(canvas.probs),
             history=tuple(tokens[:length] for tokens in canvas.history),
         )

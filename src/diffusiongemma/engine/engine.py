@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,8 @@ class Engine:
         self._limits = limits or Limits()
         self.scheduler = Scheduler(model.config, Runner(model), self._limits)
         self.worker = Worker(self.scheduler)
+        # The thread would keep the model alive, and must not be ended by force when Python exits.
+        weakref.finalize(self, self.worker.close)
 
     @classmethod
     def load(
@@ -73,6 +77,8 @@ class Engine:
         progress: bool | None = None,
     ) -> Engine:
         """`name`: "nano" (embedded), a checkpoint folder, a hub id, or "random:PRESET" (random weights, for trials)."""
+        if revision is not None and (str(name) == "nano" or str(name).startswith(RANDOM)):
+            raise CheckpointError(f"revision has no effect on {name}: it is for models of the hub")
         if isinstance(name, str) and name.startswith(RANDOM):
             return cls.random(name.removeprefix(RANDOM), device=device, dtype=dtype, limits=limits)
         embedded = ASSETS / str(name)
@@ -146,13 +152,18 @@ class Engine:
             self.worker.submit(sequence, handle)
         return [handle for _, handle in prepared]
 
+    def check(self, request: Request) -> None:
+        """Raise an InputError for what this model can never do."""
+        config = self.model.config
+        request.check(config.vocab_size, config.canvas_length, config.max_position_embeddings)
+
     def _prepare(
         self, request: Request, forward: Callable[[Event], None] | None, draws: Draws | None = None
     ) -> tuple[Running, Handle]:
+        self.check(request)
         config = self.model.config
-        request.check(config.vocab_size, config.canvas_length, config.max_position_embeddings)
         seed = secrets.randbits(31) if request.params.seed is None else request.params.seed
-        handle = Handle(forward)
+        handle = Handle(forward, owner=self)
         output = OutputText(self.tokenizer, request.params.stop, skip_special=True)
         sequence = Running(
             request, config, output, handle.emit, self.tokenizer.decode, self.ends, self._pairs, seed, draws
@@ -195,17 +206,23 @@ class Engine:
 
     def generate(self, prompt: Prompt, **options: Any) -> Result:
         """The whole answer at once."""
-        return collect(self.submit(self.request(prompt, drafts=False, **options)))
+        return collect(self.events(self.request(prompt, drafts=False, **options)))
 
     def generate_batch(self, prompts: Sequence[Prompt], **options: Any) -> list[Result]:
         """Several answers, computed together. A seed is given to the first; the others count on from it."""
         requests = []
         for i, prompt in enumerate(prompts):
-            mine = dict(options)
-            if mine.get("seed") is not None:
-                mine["seed"] += i
-            requests.append(self.request(prompt, drafts=False, **mine))
-        return [collect(handle) for handle in [self.submit(request) for request in requests]]
+            request = self.request(prompt, drafts=False, **options)
+            self.check(request)
+            if (seed := request.params.seed) is not None:
+                request = replace(request, params=replace(request.params, seed=seed + i))
+            requests.append(request)
+        handles = [self.submit(request) for request in requests]
+        try:
+            return [collect(handle) for handle in handles]
+        finally:  # if one fails, the others stop
+            for handle in handles:
+                handle.cancel()
 
     # ---- holes and edits ---------------------------------------------------------------------------------------------
 

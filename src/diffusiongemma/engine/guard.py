@@ -1,4 +1,4 @@
-"""Is a finished block garbage? Three signs, each cheap and each with its name in the metrics' log line."""
+"""Is a finished block garbage? Three signs, each cheap and each with a name for the log."""
 
 from __future__ import annotations
 

@@ -9,7 +9,9 @@ from diffusiongemma.text import Detokenizer, Tokenizer
 
 class OutputText:
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], skip_special: bool) -> None:
+        self._tokenizer, self._skip_special = tokenizer, skip_special
         self._detokenizer = Detokenizer(tokenizer, skip_special)
+        self._told = 0  # characters released so far
         self._stops = tuple(stops)
         self._held = ""  # certain text that may be the beginning of a stop text
         self.stopped = False
@@ -21,7 +23,21 @@ class OutputText:
     def finish(self) -> str:
         return self._release(self._detokenizer.finish(), final=True)
 
+    def tokens_told(self, tokens: Sequence[int]) -> int:
+        """How many of the answer's tokens the released text took: those of a stop text and behind it are no part."""
+        detokenizer, seen = Detokenizer(self._tokenizer, self._skip_special), 0
+        for count, token in enumerate(tokens):
+            if seen >= self._told:
+                return count
+            seen += len(detokenizer.push([token]))
+        return len(tokens)
+
     def _release(self, text: str, final: bool) -> str:
+        out = self._settle(text, final)
+        self._told += len(out)
+        return out
+
+    def _settle(self, text: str, final: bool) -> str:
         if self.stopped:
             return ""
         self._held += text

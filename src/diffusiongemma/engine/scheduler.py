@@ -14,7 +14,7 @@ from diffusiongemma.config import ModelConfig
 from diffusiongemma.engine.prefix import PrefixStore, common
 from diffusiongemma.engine.runner import Runner
 from diffusiongemma.engine.sequence import Sequence
-from diffusiongemma.errors import InputError
+from diffusiongemma.errors import ConfigError, InputError
 from diffusiongemma.model import CacheRow
 
 
@@ -23,6 +23,12 @@ class Limits:
     max_rows: int = 16  # sequences that run at once
     max_bytes: int = 2 << 30  # of K/V cache, running rows and kept prefixes together
     chunk: int = 512  # tokens that one tick encodes, so that prompts do not stall canvases
+
+    def __post_init__(self) -> None:
+        for name in ("max_rows", "max_bytes", "chunk"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
 
 
 @dataclass
@@ -86,9 +92,8 @@ class Scheduler:
             sequence = self.waiting[0]
             needed = self._bytes(sequence)
             self.prefixes.find(sequence.request.prompt, len(sequence.request.prompt))  # used now: it goes last
-            while self.reserved + needed + self.prefixes.nbytes > self.limits.max_bytes:
-                if not self.prefixes.evict():
-                    return  # it waits, and all behind it: first come, first served
+            if not self._make_room(needed):
+                return  # it waits, and all behind it: first come, first served
             self.waiting.popleft()
             if self._must_wait(sequence):
                 sequence.phase = "join"  # it has its memory, and gets its row when the leader's prompt is encoded
@@ -149,9 +154,11 @@ class Scheduler:
                 self.prefixes.put(sequence.tokens[:stable], row.fork(stable))
 
     def _make_room(self, size: int) -> bool:
+        """Forget prefixes until so many bytes are free; none, if that would not help."""
+        if self.reserved + size > self.limits.max_bytes:
+            return False
         while self.reserved + self.prefixes.nbytes + size > self.limits.max_bytes:
-            if not self.prefixes.evict():
-                return False
+            self.prefixes.evict()
         return True
 
     def _drop_cancelled(self) -> None:

@@ -6,6 +6,7 @@ has tokens instead of canvases. The engine's thread alone touches a sequence.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -36,6 +37,7 @@ from diffusiongemma.engine.params import WIDTHS
 from diffusiongemma.engine.request import Request
 from diffusiongemma.model import CacheRow
 
+log = logging.getLogger(__name__)
 Phase = Literal["waiting", "join", "encode", "denoise", "draw", "score", "ended"]
 Emit = Callable[[Event], None]
 
@@ -217,6 +219,9 @@ class Sequence:
         if self.request.forbidden:
             constraints.append(Forbidden(self.request.forbidden))
         offset = len(self.reply)
+        last_pin = max(self.request.pins, default=-1) - offset
+        if last_pin > 0 and self._ends:  # the answer cannot end before it has held its pins
+            constraints.append(Forbidden(tuple(sorted(self._ends)), until=last_pin))
         pins = {at - offset: token for at, token in self.request.pins.items() if offset <= at < offset + width}
         if pins:
             constraints.append(Pins(pins))
@@ -234,10 +239,11 @@ class Sequence:
         kept = block[: end if end is not None else len(block)][:room]
         ended = end is not None and end < room
         if self._redos < self.params.redo:
-            over = ended or len(kept) == room
             converged = canvas.step < self.params.steps
             reply = [*self.reply, *kept]
-            if find_garbage(kept, reply, converged, canvas.mean_entropy, self._pairs, over) is not None:
+            why = find_garbage(kept, reply, converged, canvas.mean_entropy, self._pairs, ended)
+            if why is not None:
+                log.info("block %d is done again: %s", self.metrics.blocks, why)
                 self._redos += 1
                 self.metrics.blocks_redone += 1
                 self._begin_block()
@@ -263,9 +269,12 @@ class Sequence:
         """Take these tokens as final, tell their text, and end the request if it is over."""
         if ended and self.params.mode == "ar":
             kept, logprobs = [], None
+        text = self._output.push(kept)
+        if self._output.stopped:
+            told = max(0, self._output.tokens_told([*self.reply, *kept]) - len(self.reply))
+            kept, logprobs = kept[:told], None if logprobs is None else logprobs[:told]
         self.reply += kept
         self.metrics.new_tokens = len(self.reply)
-        text = self._output.push(kept)
         over = ended or len(self.reply) >= self.params.max_new_tokens or self._output.stopped
         if over:
             text += self._output.finish()

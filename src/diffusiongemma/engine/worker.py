@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import logging
 import queue
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 
 from diffusiongemma.engine.events import End, Event
@@ -20,11 +19,24 @@ log = logging.getLogger(__name__)
 class Handle:
     """One request as its caller sees it: iterate over its events, cancel it at any time."""
 
-    def __init__(self, forward: Callable[[Event], None] | None = None) -> None:
+    def __init__(self, forward: Callable[[Event], None] | None = None, owner: object = None) -> None:
+        self._owner = owner  # an engine is closed when nobody holds it; who holds a handle holds its engine
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.emit: Callable[[Event], None] = forward or self._events.put
+        self._forward = forward or self._events.put
+        self._broken = False
         self.sequence: Sequence | None = None
         self._wake: Callable[[], None] = lambda: None
+
+    def emit(self, event: Event) -> None:
+        """Called by the engine's thread. A receiver that raises ends its own request, not its neighbours'."""
+        if self._broken:
+            return
+        try:
+            self._forward(event)
+        except Exception:
+            log.exception("the receiver of a request's events failed; the request is cancelled")
+            self._broken = True
+            self.cancel()
 
     def __iter__(self) -> Iterator[Event]:
         while True:
@@ -48,8 +60,6 @@ class Worker:
         self._thread: threading.Thread | None = None
         self._closed = False
         self.failures = 0  # steps that raised; their requests ended with an error
-        # A thread that Python ends by force at exit would take the process down with it.
-        atexit.register(_close_if_alive, weakref.ref(self))
 
     def submit(self, sequence: Sequence, handle: Handle) -> None:
         with self._lock:
@@ -74,8 +84,13 @@ class Worker:
         try:
             while self._take(wait=not self._scheduler.busy):
                 self._tick()
-        finally:  # whatever happens, every request gets its end
+        finally:  # whatever happens, every request gets its end, those still in the queue included
+            self._closed = True
             self._scheduler.abort("the engine was closed")
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    if (item := self._inbox.get_nowait()) is not None:
+                        item[0].fail("the engine was closed")
 
     def _take(self, wait: bool) -> bool:
         """Move what has come in to the scheduler; block for the first if nothing else is to do. False: closed."""
@@ -103,8 +118,3 @@ class Worker:
             self.failures += 1
             log.exception("a step failed; its requests are ended")
             self._scheduler.abort(f"{type(error).__name__}: {error}")
-
-
-def _close_if_alive(reference: weakref.ref[Worker]) -> None:
-    if (worker := reference()) is not None:
-        worker.close()

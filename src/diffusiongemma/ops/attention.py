@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Queries that are computed together. On a CPU blocks begin at multiples of this in the text itself, wherever a prompt was
-# cut: a query's result is then the same to the bit in one piece, in chunks or token by token, and so are kept prefixes.
+# Queries that are computed together. On a CPU blocks begin at multiples of this in the text itself, wherever a prompt
+# was cut: a query's result has the same bits in one piece, in chunks or token by token, and so have kept prefixes.
 CPU_BLOCK = 16
 GPU_BLOCK = 1024  # only bounds the mask, which is GPU_BLOCK x S
 
