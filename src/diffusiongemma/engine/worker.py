@@ -20,7 +20,7 @@ class Handle:
     """One request as its caller sees it: iterate over its events, cancel it at any time."""
 
     def __init__(self, forward: Callable[[Event], None] | None = None, owner: object = None) -> None:
-        self._owner = owner  # an engine is closed when nobody holds it; who holds a handle holds its engine
+        self._owner = owner  # an engine is closed when nobody holds it; a request that runs holds its engine
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._forward = forward or self._events.put
         self._broken = False
@@ -29,6 +29,8 @@ class Handle:
 
     def emit(self, event: Event) -> None:
         """Called by the engine's thread. A receiver that raises ends its own request, not its neighbours'."""
+        if isinstance(event, End):
+            self._owner = None
         if self._broken:
             return
         try:
