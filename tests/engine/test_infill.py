@@ -385,3 +385,18 @@ def test_what_cannot_be_honoured_is_refused_at_once(options: dict[str, object], 
 def test_only_texts_can_be_filled_between() -> None:
     with pytest.raises(InputError, match="a text is needed, not int"):
         engine("bytes").infill(1, "b")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"strategy": "fim", "min_tokens": 2}, "min_tokens 2 has no effect"),
+        ({"strategy": "canvas", "min_tokens": 1000}, "does not fit"),
+        ({"strategy": "fim", "mode": "ar", "candidates": 3}, "candidates 3 has no effect"),
+    ],
+)
+def test_choices_without_effect_are_refused(options, words) -> None:
+    own = engine(FIM[0] if options["strategy"] == "fim" else PLAIN[0])
+    params = SamplingParams.build(max_new_tokens=8, **({"mode": "ar"} if options.pop("mode", None) else {}))
+    with pytest.raises(InputError, match=words):
+        plan_infill(own, "a", "b", params, **options)

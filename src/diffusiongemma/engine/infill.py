@@ -90,6 +90,10 @@ def plan_infill(
     fim = FimTokens.of(engine.tokenizer)
     if strategy == "fim" and fim is None:
         raise InputError("this model has no fill-in-the-middle tokens: use strategy 'canvas'")
+    if strategy == "fim" and min_tokens > 1:
+        raise InputError(f"min_tokens {min_tokens} has no effect with strategy 'fim': the model ends the hole itself")
+    if params.mode == "ar" and candidates not in (None, 1):
+        raise InputError(f"candidates {candidates} has no effect in mode 'ar': it writes one")
     if strategy != "canvas" and fim is not None and min_tokens == 1:
         return _plan_fim(engine, fim, prefix, suffix, params, candidates, drafts)
     return _plan_canvas(engine, prefix, suffix, params, candidates, drafts, min_tokens)
@@ -146,6 +150,8 @@ def _plan_canvas(
     wide = engine.model.config.canvas_length
     prompt, after = plain_prompt(engine, prefix), encode_exact(engine.tokenizer, suffix)
     most = min(params.max_new_tokens, wide - near(after, wide))
+    if min_tokens > most:
+        raise InputError(f"a hole of at least {min_tokens} tokens does not fit: a canvas of {wide} has room for {most}")
     tries = []
     for i, length in enumerate(spread(ladder(min_tokens, most), candidates or MAX_CANDIDATES)):
         mine = replace(params, seed=_next_seed(params, i))
