@@ -1,7 +1,8 @@
 """Teach a small network three sentences, so that a recording of the canvas shows text settle before nano exists.
 
     python scripts/by_heart.py OUT --minutes 3.5
-    python scripts/record_canvas.py "How does diffusion write?" --model OUT --seed 3 --max-new-tokens 96 --title T --out F
+    python scripts/record_canvas.py "How does diffusion write?" --model OUT --seed 3 --max-new-tokens 96 \\
+        --title TITLE --out docs/canvas.svg
 
 A byte is a token. The network knows nothing else; asked anything, it writes one of the three.
 """
