@@ -337,8 +337,6 @@ def _read_stock(data: Any) -> dict[str, Any]:
         raise ConfigError("text_config must be a JSON object")
     if vision is not None and not isinstance(vision, dict):
         problems.append("vision_config must be a JSON object")
-    if data.get("quantization_config") is not None:
-        problems.append("quantization_config: quantised checkpoints cannot be loaded yet; use the bf16 one")
 
     args: dict[str, Any] = {}
     for name, default in _STOCK_DEFAULTS.items():

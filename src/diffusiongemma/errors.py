@@ -44,3 +44,7 @@ class InputError(DiffusionGemmaError, ValueError):
 
 class DeviceError(DiffusionGemmaError):
     """The asked-for device or number format does not work on this machine."""
+
+
+class SvgError(ProblemsError, ValueError):
+    """SVG markup that cannot be read, is not safe to read, or cannot be drawn."""

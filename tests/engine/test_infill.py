@@ -9,9 +9,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from diffusiongemma.engine import Candidate, Commit, Draft, End, Engine, Request, SamplingParams, collect
-from diffusiongemma.engine.candidates import Try
-from diffusiongemma.engine.infill import NEAR, ladder, plan_infill, spread
+from diffusiongemma.engine import Candidate, Commit, Draft, End, Engine, Metrics, Request, SamplingParams, collect
+from diffusiongemma.engine.candidates import Try, judge
+from diffusiongemma.engine.infill import CONTEXT, NEAR, ladder, plan_infill, spread, widths_to_try
 from diffusiongemma.errors import ConfigError, DiffusionGemmaError, InputError
 from diffusiongemma.model import CacheRow
 from diffusiongemma.tasks import format as task_format
@@ -26,7 +26,8 @@ WIDE = 32  # the model's canvas
 def plan(
     kind: str, prefix: str = "def f(x):", suffix: str = " + 1\n", candidates: int | None = None, **options
 ) -> list[Try]:
-    params = SamplingParams.build(**{"steps": 3, "seed": 5, "max_new_tokens": 20} | options)
+    steps = {} if options.get("mode") == "ar" else {"steps": 3}
+    params = SamplingParams.build(**{"seed": 5, "max_new_tokens": 20} | steps | options)
     return plan_infill(engine(kind), prefix, suffix, params, candidates)
 
 
@@ -98,6 +99,67 @@ def test_a_hole_in_code_may_begin_with_an_open_line() -> None:
         assert tokenizer(kind).decode(one.request.prompt) == "\n" + "def f():"  # suffix first
         assert one.holes == (slice(len(lead), None),)
     assert tokenizer("fim").decode(plan("fim", "def f():\n    ", "\n")[0].request.prompt) == "def f():\n    \n"
+
+
+def test_a_line_break_without_an_indent_is_left_to_the_model() -> None:
+    """The break and the indent behind it are one token, so a pinned break would forbid every indent."""
+    kind = "fim_suffix_first"
+    for mode in ("diffusion", "ar"):
+        for one in plan(kind, "def f():\n", "\n    return x", mode=mode):
+            assert (one.lead, one.request.pins, one.holes) == ("\n", {}, (slice(0, None),))
+            assert tokenizer(kind).decode(one.request.prompt) == "\n    return x" + "def f():"
+    (one,) = plan(kind, "def f():\n    ", "\n", mode="ar")  # here the causal twin gets it in its prompt
+    assert (one.lead, tokenizer(kind).decode(one.request.prompt)) == ("", "\ndef f():\n    ")
+    assert one.request.params.max_new_tokens == 20
+    for suffix in ("x", " + 1\n"):  # inside a line: the prefix ends as it was given
+        (one,) = plan(kind, "def f():\n    ", suffix, candidates=1)
+        assert (one.lead, one.request.pins) == ("", {})
+        assert tokenizer(kind).decode(one.request.prompt) == suffix + "def f():\n    "
+
+
+def test_the_line_break_is_cut_off_and_who_lacks_it_loses() -> None:
+    kind = "fim_suffix_first"
+    own = engine(kind)
+    (one,) = plan(kind, "def f():\n", "\n", candidates=1)
+    encode = tokenizer(kind).encode
+
+    def candidate(text: str, score: float) -> Candidate:
+        return judge(own, one, encode(text), End("stop", Metrics(seed=1)), score)
+
+    good, late = candidate("\n    y = 1", -3.0), candidate("y = 1", -0.1)
+    assert (good.texts, good.fillings, good.opens) == (("    y = 1",), (tuple(encode("    y = 1")),), True)
+    assert (late.texts, late.opens) == (("y = 1",), False)
+    assert max(late, good, key=lambda c: c.rank) is good
+
+
+def test_the_context_is_what_the_model_was_trained_with() -> None:
+    kind, before, after = "fim_suffix_first", "ab" * 3000, "cd" * 3000
+    for context in (None, 100, 9):
+        params = SamplingParams.build(steps=3, seed=5, max_new_tokens=20)
+        (one,) = plan_infill(engine(kind), before, after, params, 1, context=context)
+        total = context or CONTEXT
+        assert len(one.request.prompt) == total
+        told = tokenizer(kind).decode(one.request.prompt)
+        assert len(told) == total - 3
+        assert sum(map(told.count, "cd")) == int(0.4 * total)
+        assert told == after[: int(0.4 * total)] + before[-(total - 3 - int(0.4 * total)) :]
+    # A short suffix leaves its room to the prefix, not the other way round.
+    (one,) = plan_infill(engine(kind), before, "x", params, 1, context=100)
+    assert len(one.request.prompt) == 100
+    (one,) = plan_infill(engine(kind), "x", after, params, 1, context=100)
+    assert len(one.request.prompt) == 3 + 1 + 40
+    (one,) = plan_infill(engine("fim"), before, after, params, 1)
+    assert len(one.request.prompt) > 4000  # models of the other order say nothing about theirs
+
+
+@pytest.mark.parametrize(
+    ("most", "widest", "expected"),
+    [(20, 256, [64]), (63, 256, [64]), (64, 256, [64, 128]), (200, 256, [64, 128, 256]), (300, 256, [64, 128, 256])]
+    + [(20, 32, [32]), (40, 32, [32]), (100, 64, [64])],
+)  # fmt: skip
+def test_canvases_that_are_tried(most: int, widest: int, expected: list[int]) -> None:
+    assert widths_to_try(most, SamplingParams(), widest) == expected
+    assert widths_to_try(most, SamplingParams(canvas=16), widest) == [16]
 
 
 def test_the_prompt_is_the_one_that_training_uses() -> None:
@@ -375,6 +437,8 @@ def test_a_failure_is_told_once() -> None:
         ({"logprobs": 1}, "logprobs has no effect"),
         ({"max_new_tokens": 0}, "max_new_tokens must be"),
         ({"colour": 1}, "no such option"),
+        ({"context": 64}, "context has no effect with strategy 'canvas'"),
+        ({"context": 3}, "context must be"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_at_once(options: dict[str, object], message: str) -> None:

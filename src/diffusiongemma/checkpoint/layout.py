@@ -2,6 +2,7 @@
 
 The stock layout keeps q, k, v and gate, up apart; the network fuses each group into one parameter, so a stock tensor
 is a run of rows there. The encoder's copy of a tied weight is an alias: it may be in a file, but holds nothing new.
+Quantised checkpoints also keep the experts apart, as published ones do: `split_experts` is the map for those.
 
 Legend: D hidden, F feed-forward, V vocabulary, E experts, I expert size, H query heads, Hkv K/V heads, Dh head size.
 """
@@ -30,22 +31,24 @@ _NORMS = (
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one stock tensor lives: `shape[0]` rows of `parameter`, beginning at row `start`."""
+    """Where one stock tensor lives: `shape[0]` rows of `parameter` (or of one expert of it) from row `start` on."""
 
     parameter: str
     shape: tuple[int, ...]
     start: int = 0
+    expert: int | None = None
 
     def of(self, parameter: Tensor) -> Tensor:
         """The rows of the (perhaps fused) parameter that this stock tensor is; a view."""
-        return parameter.narrow(0, self.start, self.shape[0])
+        rows = parameter if self.expert is None else parameter[self.expert]
+        return rows.narrow(0, self.start, self.shape[0])
 
 
 def is_vision(name: str) -> bool:
     return name.startswith(VISION)
 
 
-def stock_layout(config: ModelConfig) -> dict[str, Slot]:
+def stock_layout(config: ModelConfig, split_experts: bool = False) -> dict[str, Slot]:
     """Stock tensor name -> its place in the network, for everything that a checkpoint must hold."""
     d, f = config.hidden_size, config.intermediate_size
     layout = {
@@ -56,13 +59,15 @@ def stock_layout(config: ModelConfig) -> dict[str, Slot]:
     _add_mlp(layout, _DECODER + "self_conditioning.", "self_conditioning.", d, f)
     for i in range(config.num_hidden_layers):
         _add_layer(layout, config, i)
+        if split_experts:
+            _split_experts(layout, f"{_DECODER}layers.{i}.experts.", config.moe_intermediate_size)
     return layout
 
 
-def stock_aliases(config: ModelConfig) -> dict[str, str]:
+def stock_aliases(config: ModelConfig, split_experts: bool = False) -> dict[str, str]:
     """Names of tied copies that may be in a file -> the stock name that they repeat."""
     aliases = {"lm_head.weight": _DECODER + "embed_tokens.weight"}
-    for name in stock_layout(config):
+    for name in stock_layout(config, split_experts):
         # The encoder has every weight of the decoder but self-conditioning; its layer scalars are its own.
         inner = name.removeprefix(_DECODER)
         if inner != name and not inner.startswith("self_conditioning.") and not inner.endswith(".layer_scalar"):
@@ -96,6 +101,15 @@ def _add_layer(layout: dict[str, Slot], config: ModelConfig, i: int) -> None:
     _add_mlp(layout, stock + "mlp.", ours + "mlp.", d, config.intermediate_size)
     layout[stock + "layer_scalar"] = Slot(ours + "decoder_scalar", (1,))
     layout[f"{_ENCODER}layers.{i}.layer_scalar"] = Slot(ours + "encoder_scalar", (1,))
+
+
+def _split_experts(layout: dict[str, Slot], stock: str, inner: int) -> None:
+    up, down = layout.pop(stock + "gate_up_proj"), layout.pop(stock + "down_proj")
+    experts, d = up.shape[0], up.shape[2]
+    for e in range(experts):
+        layout[f"{stock}{e}.gate_proj.weight"] = Slot(up.parameter, (inner, d), 0, e)
+        layout[f"{stock}{e}.up_proj.weight"] = Slot(up.parameter, (inner, d), inner, e)
+        layout[f"{stock}{e}.down_proj.weight"] = Slot(down.parameter, (d, inner), 0, e)
 
 
 def _add_mlp(layout: dict[str, Slot], stock: str, ours: str, d: int, f: int) -> None:

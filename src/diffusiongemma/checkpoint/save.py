@@ -10,22 +10,25 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from diffusiongemma.checkpoint.entries import Entry, network_entries
 from diffusiongemma.checkpoint.files import INDEX, WEIGHTS, TensorInfo, open_tensors, read_headers
-from diffusiongemma.checkpoint.layout import Slot, stock_layout
 from diffusiongemma.checkpoint.load import Source, source_of
+from diffusiongemma.checkpoint.quant_config import write_quantization
 from diffusiongemma.checkpoint.target import parse_dtype
 from diffusiongemma.errors import CheckpointError
 from diffusiongemma.model import DiffusionGemma
+from diffusiongemma.model.quantize import EMBEDDINGS, Scheme, describe, formats_in
+from diffusiongemma.ops.quant import Format
 
 log = logging.getLogger(__name__)
 
@@ -36,15 +39,6 @@ SIDE_FILES = (
 ).split()
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One tensor to write: its size is known now, its numbers are fetched when its shard is written."""
-
-    name: str
-    nbytes: int
-    fetch: Callable[[], Tensor]
-
-
 def save_model(
     model: DiffusionGemma,
     path: str | os.PathLike[str],
@@ -52,18 +46,38 @@ def save_model(
     max_shard_bytes: int = 5_000_000_000,
     dtype: str | torch.dtype | None = None,
     overwrite: bool = False,
+    quantize: str | Scheme | None = None,
 ) -> None:
     """Write `config.json` and safetensors, and what came with the source: vision tensors, tokenizer, chat template.
 
-    `dtype`: None keeps the network's own. `overwrite`: replace a checkpoint that is there; other files in that folder
-    stay, and a folder that is no checkpoint is never touched.
+    `dtype`: None keeps the network's own; of a quantised one, for what is not quantised. `overwrite`: replace a
+    checkpoint that is there; other files in that folder stay, and a folder that is no checkpoint is never touched.
+    `quantize`: "int8", "fp8", "int4" or a Scheme. A network that is quantised already is written as it is.
     """
+    chosen = None if dtype is None else parse_dtype(dtype)
+    scheme = Scheme.parse(quantize) if isinstance(quantize, str) else quantize
+    held = formats_in(model)
+    if held and scheme is not None:
+        raise CheckpointError(f"this network is quantised already ({describe(held.values())}): leave `quantize` out")
+    source = source_of(model)
+    entries = [*network_entries(model, chosen, scheme), *_vision(source)]
+    config = model.config.to_dict() | {"dtype": str(chosen or model.dtype).removeprefix("torch.")}
+    if held or scheme is not None:
+        config["quantization_config"] = write_quantization(scheme or _scheme_of(held))
+    write_checkpoint(path, config, entries, source.folder if source else None, max_shard_bytes, overwrite)
+
+
+def write_checkpoint(
+    path: str | os.PathLike[str],
+    config: dict[str, Any],
+    entries: list[Entry],
+    source: Path | None,
+    max_shard_bytes: int,
+    overwrite: bool,
+) -> None:
+    """Configuration, weights and the side files of `source`, all or nothing."""
     if max_shard_bytes < 1:
         raise CheckpointError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
-    chosen = None if dtype is None else parse_dtype(dtype)
-    source = source_of(model)
-    entries = [*_network(model, chosen), *_vision(source)]
-    config = model.config.to_dict() | {"dtype": str(chosen or model.embed_tokens.weight.dtype).removeprefix("torch.")}
     target = Path(path).expanduser().resolve()  # a link keeps pointing at the folder, which is replaced
     try:
         _check_target(target, overwrite)
@@ -71,7 +85,7 @@ def save_model(
             _write_json(folder / "config.json", config)
             _write_shards(folder, _into_shards(entries, max_shard_bytes))
             if source is not None:
-                _copy_side_files(source.folder, folder)
+                _copy_side_files(source, folder)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write {target}: {error}") from None
 
@@ -79,27 +93,11 @@ def save_model(
 # ---- what to write -----------------------------------------------------------------------------------------------
 
 
-def _network(model: DiffusionGemma, dtype: torch.dtype | None) -> list[Entry]:
-    layout, parameters = stock_layout(model.config), model.state_dict()
-    expected = {slot.parameter for slot in layout.values()}
-    if expected != parameters.keys():
-        odd = sorted(expected ^ parameters.keys())
-        raise CheckpointError("this network has other parameters than the stock layout, so it cannot be saved", odd)
-    if any(parameter.is_meta for parameter in parameters.values()):
-        raise CheckpointError("this network has shapes only (it is on the meta device): there are no weights to save")
-    return [_entry(name, slot, parameters[slot.parameter], dtype) for name, slot in layout.items()]
-
-
-def _entry(name: str, slot: Slot, parameter: Tensor, dtype: torch.dtype | None) -> Entry:
-    view = slot.of(parameter)
-    dtype = dtype or view.dtype
-
-    def fetch() -> Tensor:
-        tensor = view.to("cpu", dtype).contiguous()
-        # safetensors refuses tensors that share memory, as the parts of a fused parameter do
-        return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
-
-    return Entry(name, view.numel() * dtype.itemsize, fetch)
+def _scheme_of(held: dict[str, Format]) -> Scheme:
+    formats = {fmt for name, fmt in held.items() if name != EMBEDDINGS}
+    if len(formats) != 1:
+        raise CheckpointError(f"a checkpoint has one format for all matrices, this network {describe(formats)}")
+    return Scheme(formats.pop(), held.get(EMBEDDINGS))
 
 
 def _vision(source: Source | None) -> list[Entry]:

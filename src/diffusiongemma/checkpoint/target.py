@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -12,7 +12,9 @@ from diffusiongemma.checkpoint.plan import FILE_DTYPES
 from diffusiongemma.config import ModelConfig
 from diffusiongemma.errors import DeviceError
 from diffusiongemma.model import DiffusionGemma
+from diffusiongemma.model.quantize import replace_modules
 from diffusiongemma.ops.cpu import ensure_cpu_bf16
+from diffusiongemma.ops.quant import Format
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FILE_DTYPES.values()}
 
@@ -35,7 +37,7 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device, tensors: Iterable
     "auto" is float32 on a CPU, else what most of `tensors` have, else bfloat16.
     """
     if dtype == "auto":
-        picked = torch.float32 if device.type == "cpu" else _majority(tensors)
+        picked = torch.float32 if device.type == "cpu" else majority_dtype(tensors)
     else:
         picked = parse_dtype(dtype)
     if device.type == "cpu" and picked == torch.bfloat16:
@@ -50,23 +52,26 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
     return picked
 
 
-def empty_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> DiffusionGemma:
-    """The network with memory of the right size and format, and nothing in it."""
+def empty_model(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, formats: Mapping[str, Format] | None = None
+) -> DiffusionGemma:
+    """The network with memory of the right size and format, and nothing in it; `formats`: what is quantised in it."""
     with torch.device("meta"):
-        model = DiffusionGemma(config).to(dtype)
+        model = replace_modules(DiffusionGemma(config).to(dtype), formats or {})
     size = sum(tensor.nbytes for tensor in model.state_dict().values())
     try:
         return model.to_empty(device=device)
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
         raise DeviceError(
             f"{size / 1e9:.1f} GB of weights do not fit on {device} ({_first_line(error)}): "
-            "use a smaller dtype or another device"
+            "quantise it (quantize='int4'), or use a smaller dtype or another device"
         ) from None
 
 
-def _majority(tensors: Iterable[TensorInfo]) -> torch.dtype:
+def majority_dtype(tensors: Iterable[TensorInfo]) -> torch.dtype:
+    """What most numbers of these tensors have, quantised ones aside; bfloat16 if there are none."""
     count: Counter[str] = Counter()
-    for info in tensors:
+    for info in (info for info in tensors if info.dtype in FILE_DTYPES):
         count[info.dtype] += torch.Size(info.shape).numel()
     return FILE_DTYPES[count.most_common(1)[0][0]] if count else torch.bfloat16
 

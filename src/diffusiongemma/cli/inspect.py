@@ -27,6 +27,7 @@ class Weights:
     tensors: int
     vision_tensors: int
     parameters_by_dtype: dict[str, int]
+    format: str  # of quantised weights, or that there are none
 
 
 def run(
@@ -91,6 +92,8 @@ def _read_weights(folder: Path) -> Weights | None:
     """None where there are no weights (yet), as after looking at a hub id; damaged ones are an error."""
     from diffusiongemma.checkpoint.files import read_headers
     from diffusiongemma.checkpoint.layout import is_vision
+    from diffusiongemma.checkpoint.load import load_quantization
+    from diffusiongemma.model.quantize import describe
 
     if not any(folder.glob("*.safetensors")):
         return None
@@ -101,12 +104,14 @@ def _read_weights(folder: Path) -> Weights | None:
     for info in tensors.values():
         sizes[info.dtype] += prod(info.shape)
     files = {info.file for info in tensors.values()}
+    quantization = load_quantization(folder)
     return Weights(
         files=len(files),
         bytes_on_disk=sum(file.stat().st_size for file in files),
         tensors=len(tensors),
         vision_tensors=sum(map(is_vision, tensors)),
         parameters_by_dtype=dict(sizes.most_common()),
+        format=describe(quantization.formats if quantization else ()),
     )
 
 
@@ -116,6 +121,7 @@ def _weights_table(weights: Weights) -> Table:
     vision = f"{weights.vision_tensors:,} tensors, kept aside" if weights.vision_tensors else "none"
     rows = [
         ("on disk", f"{human_bytes(weights.bytes_on_disk)} in {weights.files} file{'s' * (weights.files != 1)}"),
+        ("format", weights.format),
         ("tensors", f"{weights.tensors:,}"),
         ("vision", vision),
         *((name, f"{human_count(count)} numbers") for name, count in weights.parameters_by_dtype.items()),

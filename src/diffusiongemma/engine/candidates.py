@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from diffusiongemma.engine.events import Commit, Draft, End, Event, FinishReason, Metrics, Result
 from diffusiongemma.engine.params import SamplingParams
 from diffusiongemma.engine.request import Request
+from diffusiongemma.engine.worker import Scope
 from diffusiongemma.errors import ConfigError, DiffusionGemmaError
-from diffusiongemma.text.exact import exact_text, partial_tokens
+from diffusiongemma.text.exact import encode_exact, exact_text, partial_tokens
 
 if TYPE_CHECKING:
     from diffusiongemma.engine.engine import Engine
@@ -39,6 +40,7 @@ class Try:
     after: tuple[int, ...] = ()
     block: int = 0
     spare: Request | None = None  # what to run if all tries come out broken; None: the same again
+    lead: str = ""  # what the first filling should begin with, and is cut off it
 
     def show(self, draft: Draft) -> Draft:
         left, right, part = len(self.before), len(self.after), self.window
@@ -60,21 +62,31 @@ class Candidate:
     texts: tuple[str, ...] | None  # None: broken characters, or it failed
     score: float | None  # mean log-probability
     finish_reason: FinishReason
+    opens: bool = True  # does it begin as it should?
 
     @property
-    def rank(self) -> tuple[bool, bool, float]:
-        """Text before broken text, finished before cut off, likely before unlikely."""
-        return self.texts is not None, self.finish_reason == "stop", self.score or 0.0
+    def rank(self) -> tuple[bool, bool, bool, float]:
+        """Text before broken text, a right beginning before none, finished before cut off, likely before unlikely."""
+        return self.texts is not None, self.opens, self.finish_reason == "stop", self.score or 0.0
 
 
 class Failed(Exception):
-    """Every candidate ended with an error."""
+    """Every candidate ended with an error. `refused`: because the request asked for too much."""
+
+    def __init__(self, message: str, refused: bool = False) -> None:
+        super().__init__(message)
+        self.refused = refused
+
+
+class Cancelled(Exception):
+    """Whoever asked does not want the result any more."""
 
 
 class Tally:
-    """The metrics of all requests behind one result: counts add up, times are since the call."""
+    """All requests behind one result. Their counts add up, times are since the call; `scope` cancels them."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, scope: Scope | None = None) -> None:
+        self.scope = scope or Scope()
         self._began = time.perf_counter()
         self._sum = Metrics(seed=seed)
         self._empty = True
@@ -125,6 +137,8 @@ def _run_together(engine: Engine, tries: Sequence[Try], tally: Tally) -> Generat
     handles = engine.submit_group([one.request for one in tries], lambda i, event: inbox.put((i, event)))
     tokens: list[list[int]] = [[] for _ in tries]
     ends: dict[int, End] = {}
+    for handle in handles:
+        tally.scope.add(handle)
     try:
         while len(ends) < len(tries):
             i, event = inbox.get()
@@ -132,27 +146,44 @@ def _run_together(engine: Engine, tries: Sequence[Try], tally: Tally) -> Generat
                 tokens[i] += event.tokens
             elif isinstance(event, End):
                 ends[i] = event
-            elif i == max(k for k in range(len(tries)) if k not in ends):  # one canvas to look at: the last that runs
+            elif i == max((k for k, handle in enumerate(handles) if k not in ends and handle.begun), default=i):
+                # One canvas to look at: the last of those that run.
                 yield tries[i].show(event)
     finally:
         for i, handle in enumerate(handles):
             if i not in ends:
                 handle.cancel()
     tally.add([ends[i].metrics for i in range(len(tries))], began)
+    if tally.scope.cancelled:
+        raise Cancelled
     if all(end.finish_reason == "error" for end in ends.values()):
-        raise Failed(str(ends[0].error))
+        raise Failed(str(ends[0].error), all(end.refused for end in ends.values()))
     scores = [handle.sequence.score if handle.sequence else None for handle in handles]
-    return [_judge(engine, one, tokens[i], ends[i], scores[i]) for i, one in enumerate(tries)]
+    return [judge(engine, one, tokens[i], ends[i], scores[i]) for i, one in enumerate(tries)]
 
 
-def _judge(engine: Engine, one: Try, tokens: list[int], end: End, score: float | None) -> Candidate:
+def judge(engine: Engine, one: Try, tokens: Sequence[int], end: End, score: float | None) -> Candidate:
+    """What a try's answer fills the holes with."""
     fillings = tuple(tuple(tokens[hole]) for hole in one.holes)
     texts = [exact_text(engine.tokenizer, filling) for filling in fillings]
     whole = tuple(text for text in texts if text is not None)
     failed = end.finish_reason in ("error", "cancelled") or len(whole) < len(texts)
     # A canvas whose holes have their lengths is finished when it is full.
     reason: FinishReason = "stop" if end.finish_reason == "length" and not one.request.ends else end.finish_reason
-    return Candidate(end.metrics.seed, fillings, None if failed else whole, score, reason)
+    found = Candidate(end.metrics.seed, fillings, None if failed else whole, score, reason)
+    return found if not one.lead or found.texts is None else _cut_lead(engine, found, one.lead)
+
+
+def _cut_lead(engine: Engine, found: Candidate, lead: str) -> Candidate:
+    """A token may hold the lead and what follows it, so the rest is spelled anew."""
+    assert found.texts is not None
+    first, *others = found.texts
+    if not first.startswith(lead):
+        return replace(found, opens=False)
+    rest = first.removeprefix(lead)
+    return replace(
+        found, texts=(rest, *others), fillings=(tuple(encode_exact(engine.tokenizer, rest)), *found.fillings[1:])
+    )
 
 
 def with_end(stream: Generator[Event, None, R], tally: Tally) -> Generator[Event, None, R | None]:
@@ -160,7 +191,10 @@ def with_end(stream: Generator[Event, None, R], tally: Tally) -> Generator[Event
     try:
         result = yield from stream
     except Failed as error:
-        yield End("error", tally.metrics(), str(error))
+        yield End("error", tally.metrics(), str(error), error.refused)
+        return None
+    except Cancelled:
+        yield End("cancelled", tally.metrics())
         return None
     yield End(result.finish_reason, result.metrics)
     return result
@@ -176,6 +210,8 @@ def drain(stream: Generator[Event, None, R | None]) -> R:
             return result
         if isinstance(event, End) and event.finish_reason == "error":
             raise DiffusionGemmaError(f"the request failed: {event.error}")
+        if isinstance(event, End) and event.finish_reason == "cancelled":
+            raise DiffusionGemmaError("the request was cancelled")
 
 
 def sampling(base: SamplingParams, refused: Iterable[str], options: Mapping[str, Any]) -> SamplingParams:

@@ -24,6 +24,7 @@ from diffusiongemma.engine.infill import fresh, plain_prompt, refuse_for_canvas
 from diffusiongemma.engine.params import SamplingParams
 from diffusiongemma.engine.prompt import build_prompt
 from diffusiongemma.engine.request import Request
+from diffusiongemma.engine.worker import Scope
 from diffusiongemma.errors import InputError
 from diffusiongemma.text.exact import encode_exact, exact_bytes, exact_text
 
@@ -72,6 +73,7 @@ def edit_stream(
     seed: int | None = 0,
     instruction: str | None = None,
     drafts: bool = True,
+    scope: Scope | None = None,
     **options: Any,
 ) -> Generator[Event, None, EditResult | None]:
     """Drafts and a commit for each block, an end. `keep`: spans of characters, (start, end).
@@ -88,7 +90,7 @@ def edit_stream(
     prompt = _prompt(engine, instruction, text)
     if len(prompt) + len(marked.tokens) > (most := engine.model.config.max_position_embeddings):
         raise InputError(f"{len(prompt)} prompt tokens and {len(marked.tokens)} of the text exceed {most} positions")
-    tally = Tally(params.seed or 0)
+    tally = Tally(params.seed or 0, scope)
     return with_end(_edit(engine, prompt, marked, spans, text, strength, params, drafts, tally), tally)
 
 

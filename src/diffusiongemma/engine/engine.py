@@ -18,6 +18,7 @@ from diffusiongemma.engine.candidates import drain
 from diffusiongemma.engine.edit import EditResult, Span, edit_stream
 from diffusiongemma.engine.events import Commit, End, Event, Result, TokenLogprob
 from diffusiongemma.engine.fill import FillResult, Template, fill_stream
+from diffusiongemma.engine.form import form_stream
 from diffusiongemma.engine.infill import InfillResult, infill_stream
 from diffusiongemma.engine.output import OutputText
 from diffusiongemma.engine.params import SamplingParams, released_params
@@ -27,8 +28,9 @@ from diffusiongemma.engine.runner import Runner
 from diffusiongemma.engine.scheduler import Limits, Scheduler
 from diffusiongemma.engine.sequence import Sequence as Running
 from diffusiongemma.engine.worker import Handle, Worker
-from diffusiongemma.errors import CheckpointError, DiffusionGemmaError, TokenizerError
+from diffusiongemma.errors import CheckpointError, ConfigError, DiffusionGemmaError, TokenizerError
 from diffusiongemma.model import DiffusionGemma
+from diffusiongemma.model.quantize import Scheme, random_network
 from diffusiongemma.text import ChatTemplate, Tokenizer
 from diffusiongemma.text.bytes import byte_tokenizer
 
@@ -72,20 +74,26 @@ class Engine:
         device: str = "auto",
         dtype: str = "auto",
         *,
+        quantize: str | None = None,
+        group: int | None = None,
         revision: str | None = None,
         limits: Limits | None = None,
         progress: bool | None = None,
     ) -> Engine:
-        """`name`: "nano" (embedded), a checkpoint folder, a hub id, or "random:PRESET" (random weights, for trials)."""
+        """`name`: "nano" (embedded), a checkpoint folder, a hub id, or "random:PRESET" (random weights, for trials).
+
+        `quantize`, `group`: as for `load_model`.
+        """
         if revision is not None and (str(name) == "nano" or str(name).startswith(RANDOM)):
             raise CheckpointError(f"revision has no effect on {name}: it is for models of the hub")
         if isinstance(name, str) and name.startswith(RANDOM):
-            return cls.random(name.removeprefix(RANDOM), device=device, dtype=dtype, limits=limits)
+            options: dict[str, Any] = {"device": device, "dtype": dtype, "quantize": quantize, "group": group}
+            return cls.random(name.removeprefix(RANDOM), limits=limits, **options)
         embedded = ASSETS / str(name)
         if str(name) == "nano" and not embedded.is_dir():
             raise CheckpointError("the embedded model 'nano' is not part of this build; try 'random:tiny' or a folder")
         folder = embedded if str(name) == "nano" else resolve(name, revision)
-        model = load_model(folder, device, dtype, progress=progress)
+        model = load_model(folder, device, dtype, quantize=quantize, group=group, progress=progress)
         params, ends = released_params(folder)
         tokenizer, template = Tokenizer.from_pretrained(folder), ChatTemplate.find(folder)
         return cls(model, tokenizer, template, name=str(name), params=params, ends=ends, limits=limits)
@@ -99,15 +107,23 @@ class Engine:
         *,
         device: str = "cpu",
         dtype: str = "auto",
+        quantize: str | None = None,
+        group: int | None = None,
         limits: Limits | None = None,
     ) -> Engine:
         """Random weights and a tokenizer of bytes: it writes noise, but it runs everywhere and at once."""
         if preset not in PRESETS:
             raise CheckpointError(f"no preset {preset!r} to make a random model of; there are: {', '.join(PRESETS)}")
-        where = pick_device(device)
-        with where:
-            model = DiffusionGemma(ModelConfig.preset(preset)).init_weights(seed, std)
-        model = model.to(pick_dtype(dtype, where, [])).eval().requires_grad_(False)
+        where, config = pick_device(device), ModelConfig.preset(preset)
+        if quantize in (None, "none"):
+            if group is not None:
+                raise ConfigError(f"group={group} has no effect without quantize='int4': leave it out")
+            with where:
+                model = DiffusionGemma(config).init_weights(seed, std)
+            model = model.to(pick_dtype(dtype, where, [])).eval().requires_grad_(False)
+        else:
+            scheme = Scheme.parse(quantize, group)
+            model = random_network(config, scheme, where, pick_dtype(dtype, where, []), seed, std)
         return cls(model, byte_tokenizer(), name=f"{RANDOM}{preset}", limits=limits)
 
     # ---- asking ------------------------------------------------------------------------------------------------------
@@ -239,6 +255,13 @@ class Engine:
 
     def fill_stream(self, template: Template, **options: Any) -> Iterator[Event]:
         return fill_stream(self, template, **options)
+
+    def form(self, prompt: Prompt, template: Template, **options: Any) -> FillResult:
+        """The answer to a prompt as a text with holes, each of a stated size, on one canvas."""
+        return drain(form_stream(self, prompt, template, drafts=False, **options))
+
+    def form_stream(self, prompt: Prompt, template: Template, **options: Any) -> Iterator[Event]:
+        return form_stream(self, prompt, template, **options)
 
     def edit(self, text: str, strength: float = 0.5, keep: Iterable[Span] = (), **options: Any) -> EditResult:
         """Replace about this share of the text's tokens by noise and denoise; spans in `keep` stay as they are."""

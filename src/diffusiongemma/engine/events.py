@@ -55,6 +55,7 @@ class End:
     finish_reason: FinishReason
     metrics: Metrics
     error: str | None = None
+    refused: bool = False  # an error of the request, which asked for too much; the engine is well
 
 
 Event = Draft | Commit | End

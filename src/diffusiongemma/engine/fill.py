@@ -28,6 +28,7 @@ from diffusiongemma.engine.infill import (
     spread,
 )
 from diffusiongemma.engine.params import SamplingParams
+from diffusiongemma.engine.worker import Scope
 from diffusiongemma.errors import InputError
 from diffusiongemma.text.exact import encode_exact
 
@@ -95,6 +96,7 @@ def fill_stream(
     candidates: int | None = None,
     strategy: Strategy = "auto",
     drafts: bool = True,
+    scope: Scope | None = None,
     **options: Any,
 ) -> Generator[Event, None, FillResult | None]:
     """Drafts and commits of the whole text, an end. `max_new_tokens` is for each hole that says nothing else."""
@@ -105,7 +107,7 @@ def fill_stream(
     if wrong := [hole for hole in holes if hole.max_tokens is None and hole.min_tokens > max_new_tokens]:
         raise InputError(f"a hole of at least {wrong[0].min_tokens} tokens needs a larger max_new_tokens")
     check_choices(candidates, strategy)
-    tally = Tally(params.seed or 0)
+    tally = Tally(params.seed or 0, scope)
     together = None
     if len(holes) > 1 and strategy != "fim" and params.mode == "diffusion":
         together = plan_together(engine, texts, holes, params, candidates or MAX_CANDIDATES, drafts)

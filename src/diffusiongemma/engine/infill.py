@@ -21,6 +21,7 @@ from diffusiongemma.engine.candidates import Candidate, Tally, Try, best_of, for
 from diffusiongemma.engine.events import Commit, Event, Result
 from diffusiongemma.engine.params import SamplingParams
 from diffusiongemma.engine.request import Request
+from diffusiongemma.engine.worker import Scope
 from diffusiongemma.errors import InputError
 from diffusiongemma.text.exact import encode_exact
 from diffusiongemma.text.fim import CANVASES, FimTokens
@@ -33,6 +34,8 @@ LENGTHS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # of a hole; the 
 NEAR = 16  # tokens behind a hole that its score looks at, and that a canvas has room for
 MAX_CANDIDATES = 16
 SEEDS = 2  # tries a canvas width, where the model ends the middle itself
+CONTEXT = 384  # prompt tokens that models of the suffix-first order (the embedded one) were trained with,
+AFTER = 0.4  # … and the part of them that the suffix may take
 
 
 @dataclass(frozen=True)
@@ -50,17 +53,20 @@ def infill_stream(
     seed: int | None = 0,
     candidates: int | None = None,
     strategy: Strategy = "auto",
+    context: int | None = None,
     drafts: bool = True,
+    scope: Scope | None = None,
     **options: Any,
 ) -> Generator[Event, None, InfillResult | None]:
     """Drafts, one commit with the middle, an end. `max_new_tokens` is the most a middle may have.
 
     `candidates`: how many to try (default: what the strategy suggests). `strategy`: "fim" for a model with
-    fill-in-the-middle tokens, "canvas" for any; "auto" takes the first that the model can do.
+    fill-in-the-middle tokens, "canvas" for any; "auto" takes the first that the model can do. `context`: prompt tokens
+    at most, with strategy "fim" (default: what the model was trained with).
     """
     params = sampling(engine.params, (), options | {"max_new_tokens": max_new_tokens, "seed": fresh(seed)})
-    tries = plan_infill(engine, prefix, suffix, params, candidates, strategy, drafts)
-    tally = Tally(params.seed or 0)
+    tries = plan_infill(engine, prefix, suffix, params, candidates, strategy, drafts, context=context)
+    tally = Tally(params.seed or 0, scope)
     return with_end(_infill(engine, tries, tally), tally)
 
 
@@ -84,9 +90,12 @@ def plan_infill(
     strategy: Strategy = "auto",
     drafts: bool = True,
     min_tokens: int = 1,
+    context: int | None = None,
 ) -> list[Try]:
     """The candidates for one hole of `min_tokens` to `params.max_new_tokens`."""
     check_choices(candidates, strategy)
+    if context is not None and (type(context) is not int or context < 8):
+        raise InputError(f"context must be an integer of at least 8 tokens, got {context!r}")
     fim = FimTokens.of(engine.tokenizer)
     if strategy == "fim" and fim is None:
         raise InputError("this model has no fill-in-the-middle tokens: use strategy 'canvas'")
@@ -95,7 +104,9 @@ def plan_infill(
     if params.mode == "ar" and candidates not in (None, 1):
         raise InputError(f"candidates {candidates} has no effect in mode 'ar': it writes one")
     if strategy != "canvas" and fim is not None and min_tokens == 1:
-        return _plan_fim(engine, fim, prefix, suffix, params, candidates, drafts)
+        return _plan_fim(engine, fim, prefix, suffix, params, candidates, drafts, context)
+    if context is not None:
+        raise InputError("context has no effect with strategy 'canvas': the prompt is the prefix alone")
     return _plan_canvas(engine, prefix, suffix, params, candidates, drafts, min_tokens)
 
 
@@ -114,27 +125,62 @@ def _plan_fim(
     params: SamplingParams,
     candidates: int | None,
     drafts: bool,
+    context: int | None,
 ) -> list[Try]:
     config, tokenizer, ar = engine.model.config, engine.tokenizer, params.mode == "ar"
-    # The causal path cannot pin an open line, so there it stays in the prompt.
-    body, opening = (prefix, "") if ar else fim.split(prefix)
+    body, opening = _open_line(fim, prefix, suffix)
     lead = encode_exact(tokenizer, opening)
     most = len(lead) + params.max_new_tokens
-    fitting = [width for width in CANVASES if most <= width <= config.canvas_length]
-    widths = [params.canvas] if isinstance(params.canvas, int) else fitting[:2] or [config.canvas_length]
-    sides = encode_exact(tokenizer, body), encode_exact(tokenizer, suffix)
+    widths = widths_to_try(most, params, config.canvas_length)
+    sides = _near_sides(fim, encode_exact(tokenizer, body), encode_exact(tokenizer, suffix), context)
     prompt = fim.prompt(*sides, config.max_position_embeddings - most)
     pads = [tokenizer.special["pad"]] if "pad" in tokenizer.special else []
+    forbidden = forbidden_tokens(engine, allowed=[*engine.ends, *pads])
+    # A line break with an indent is one token: if only the break is given, the model writes both, and the break is cut
+    # off its text. Where the indent is given too, it is known where the text begins.
+    unindented = bool(opening) and not opening.strip("\r\n")
     tries = []
     for i in range(1 if ar else candidates or SEEDS * len(widths)):
         mine = replace(params, max_new_tokens=most, seed=_next_seed(params, i), stop_tokens=tuple(pads))
         if not ar and params.canvas != "adaptive":
-            mine = replace(mine, canvas=widths[i % len(widths)])
-        forbidden = forbidden_tokens(engine, allowed=[*engine.ends, *pads])
-        request = Request(prompt, mine, dict(enumerate(lead)), forbidden=forbidden, drafts=drafts, score=not ar)
-        middle = slice(len(lead), None)
-        tries.append(Try(request, (middle,), window=middle))
+            width = widths[i % len(widths)]
+            # A narrow canvas holds the whole middle or none: a second one would not know that it is the same hole.
+            mine = replace(mine, canvas=width, max_new_tokens=most if width == widths[-1] else min(most, width))
+        request = Request(prompt, mine, forbidden=forbidden, drafts=drafts, score=not ar)
+        if unindented:
+            tries.append(Try(request, (slice(0, None),), lead=opening))
+        elif ar:  # the causal path cannot pin an open line: it is the end of the prompt
+            cut = replace(mine, max_new_tokens=params.max_new_tokens)
+            tries.append(Try(replace(request, prompt=(*prompt, *lead), params=cut), (slice(0, None),)))
+        else:
+            middle = slice(len(lead), None)
+            tries.append(Try(replace(request, pins=dict(enumerate(lead))), (middle,), window=middle))
     return tries
+
+
+def _open_line(fim: FimTokens, prefix: str, suffix: str) -> tuple[str, str]:
+    """What the prompt holds of the prefix, and what the canvas begins with; inside a line nothing is moved."""
+    return fim.split(prefix) if not suffix or suffix[0] in "\r\n" else (prefix, "")
+
+
+def widths_to_try(most: int, params: SamplingParams, widest: int) -> list[int]:
+    """Canvases to try: those that a middle is trained in, up to the first that has room for so many tokens and eos."""
+    if isinstance(params.canvas, int):
+        return [params.canvas]
+    trained = [width for width in CANVASES if width <= widest] or [widest]
+    enough = [i for i, width in enumerate(trained) if width > most]
+    return trained[: enough[0] + 1] if enough else trained
+
+
+def _near_sides(
+    fim: FimTokens, before: Sequence[int], after: Sequence[int], context: int | None
+) -> tuple[Sequence[int], Sequence[int]]:
+    """As much of both sides as the model was trained with: the suffix its part at most, the prefix the rest."""
+    if context is None and fim.middle is not None:
+        return before, after
+    room = (context or CONTEXT) - 3  # beginning of text and the two marks
+    after = after[: int(AFTER * (context or CONTEXT))]
+    return before[max(0, len(before) - (room - len(after))) :], after
 
 
 def _plan_canvas(

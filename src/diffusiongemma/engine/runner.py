@@ -19,9 +19,7 @@ from diffusiongemma.model import CacheRow, DiffusionGemma
 
 class Runner:
     def __init__(self, model: DiffusionGemma) -> None:
-        self.model = model
-        weight = model.embed_tokens.weight
-        self.device, self.dtype = weight.device, weight.dtype
+        self.model, self.device, self.dtype = model, model.device, model.dtype
 
     def new_row(self, max_length: int) -> CacheRow:
         return CacheRow(self.model.config, max_length, self.dtype, self.device)

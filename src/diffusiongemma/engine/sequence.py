@@ -180,8 +180,8 @@ class Sequence:
     def cancel(self) -> None:
         self._end("cancelled")
 
-    def fail(self, message: str) -> None:
-        self._end("error", message)
+    def fail(self, message: str, refused: bool = False) -> None:
+        self._end("error", message, refused)
 
     # ---- blocks ------------------------------------------------------------------------------------------------------
 
@@ -312,13 +312,13 @@ class Sequence:
         values = (canvas.argmax.tolist(), canvas.entropy.tolist(), canvas.accepted.tolist())
         self._emit(Draft(self.metrics.blocks, canvas.step, *values, decode=self._decode))
 
-    def _end(self, reason: FinishReason, error: str | None = None) -> None:
+    def _end(self, reason: FinishReason, error: str | None = None, refused: bool = False) -> None:
         if self.phase == "ended":
             return
         self.phase = "ended"
         self.canvas = self.soft = None
         self.metrics.total_seconds = self.age
-        self._emit(End(reason, self.metrics, error))
+        self._emit(End(reason, self.metrics, error, refused))
 
 
 def read_logprob(logits: Tensor, token: int, top: int) -> TokenLogprob:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 from diffusiongemma.engine.events import End, Event
@@ -47,11 +48,39 @@ class Handle:
             if isinstance(event, End):
                 return
 
+    @property
+    def begun(self) -> bool:
+        """Does it have its row?"""
+        return self.sequence is not None and self.sequence.phase not in ("waiting", "join")
+
     def cancel(self) -> None:
         """Takes effect before the next step. The end event still comes."""
         if self.sequence is not None and self.sequence.phase != "ended":
             self.sequence.cancelled = True
             self._wake()
+
+
+class Scope:
+    """Requests that are cancelled together, those that are handed in after that included."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._handles: list[Handle] = []
+        self.cancelled = False
+
+    def add(self, handle: Handle) -> None:
+        with self._lock:
+            self._handles.append(handle)
+            late = self.cancelled
+        if late:
+            handle.cancel()
+
+    def cancel(self) -> None:
+        with self._lock:
+            self.cancelled = True
+            handles = list(self._handles)
+        for handle in handles:
+            handle.cancel()
 
 
 class Worker:
@@ -61,17 +90,23 @@ class Worker:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
-        self.failures = 0  # steps that raised; their requests ended with an error
+        self.failures = 0  # steps that raised, and deaths of the thread; their requests ended with an error
+        self.failed_in_a_row = 0  # … since the last step that went well
+        self.last_failure: tuple[float, str] | None = None  # when, by time.monotonic(), and what
 
     def submit(self, sequence: Sequence, handle: Handle) -> None:
         with self._lock:
             if self._closed:
                 raise DiffusionGemmaError("the engine is closed")
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name="diffusiongemma-engine", daemon=True)
-                self._thread.start()
+            if self._thread is None:
+                self._start()
             handle.sequence, handle._wake = sequence, lambda: self._inbox.put(None)
             self._inbox.put((sequence, handle))
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._run, name="diffusiongemma-engine", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def close(self) -> None:
         """End what runs, refuse what is new, wait for the thread."""
@@ -83,16 +118,36 @@ class Worker:
             thread.join()
 
     def _run(self) -> None:
+        message = "the engine was closed"
         try:
             while self._take(wait=not self._scheduler.busy):
                 self._tick()
-        finally:  # whatever happens, every request gets its end, those still in the queue included
-            self._closed = True
-            self._scheduler.abort("the engine was closed")
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    if (item := self._inbox.get_nowait()) is not None:
-                        item[0].fail("the engine was closed")
+        except BaseException as error:  # even the thread's own end: another takes its place
+            message = self._note(error)
+            log.exception("the engine's thread died; its requests are ended")
+        finally:  # whatever happens, every request gets its end
+            self._scheduler.abort(message)
+            with self._lock:
+                self._thread, left = None, self._drain() if self._closed else []
+                if not self._closed and not self._inbox.empty():
+                    self._start()  # who was only in the queue has not suffered
+            for sequence in left:
+                sequence.fail(message)
+
+    def _drain(self) -> list[Sequence]:
+        left = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (item := self._inbox.get_nowait()) is not None:
+                    left.append(item[0])
+        return left
+
+    def _note(self, error: BaseException) -> str:
+        self.failures += 1
+        self.failed_in_a_row += 1
+        message = f"{type(error).__name__}: {error}".removesuffix(": ")
+        self.last_failure = time.monotonic(), message
+        return message
 
     def _take(self, wait: bool) -> bool:
         """Move what has come in to the scheduler; block for the first if nothing else is to do. False: closed."""
@@ -106,7 +161,7 @@ class Worker:
                 try:
                     self._scheduler.add(item[0])
                 except DiffusionGemmaError as error:
-                    item[0].fail(str(error))
+                    item[0].fail(str(error), refused=True)
                 except Exception as error:
                     log.exception("a request could not be taken in")
                     item[0].fail(f"{type(error).__name__}: {error}")
@@ -115,8 +170,9 @@ class Worker:
     def _tick(self) -> None:
         try:
             self._scheduler.tick()
+            self.failed_in_a_row = 0
         except Exception as error:
             # The rows of this step may be half written, so all that ran is ended; the engine itself goes on.
-            self.failures += 1
+            message = self._note(error)
             log.exception("a step failed; its requests are ended")
-            self._scheduler.abort(f"{type(error).__name__}: {error}")
+            self._scheduler.abort(message)

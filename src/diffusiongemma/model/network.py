@@ -39,7 +39,7 @@ class SelfConditioning(MLP):
 
 
 class Embedding(nn.Module):
-    """The vocabulary: rows of it on the way in, products with it on the way out."""
+    """The vocabulary: rows of it on the way in, products with it on the way out. A quantised one may replace it."""
 
     def __init__(self, vocab: int, hidden: int) -> None:
         super().__init__()
@@ -48,6 +48,22 @@ class Embedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """[N] -> [N, D]"""
         return F.embedding(tokens, self.weight)
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """hidden [N, D] -> its product with every row [N, V]"""
+        return linear(hidden, self.weight)
+
+    def mean(self, probs: Tensor) -> Tensor:
+        """probs [N, V] -> the mean of the rows under them [N, D]"""
+        return linear(probs.to(self.dtype), self.weight.t())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
 
 
 class DiffusionGemma(nn.Module):
@@ -119,20 +135,28 @@ class DiffusionGemma(nn.Module):
 
     def mean_embed(self, probs: Tensor) -> Tensor:
         """Probabilities [N, V] -> the mean embedding under them [N, D], scaled."""
-        weight = self.embed_tokens.weight
-        return linear(probs.to(weight.dtype), weight.t()) * self._embed_scale()
+        soft: Tensor = self.embed_tokens.mean(probs)
+        return soft * self._embed_scale()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., D] -> [..., V], float32, soft-capped"""
         cap = self.config.final_logit_softcapping
-        raw = linear(hidden.flatten(0, -2), self.embed_tokens.weight).float()
+        raw = self.embed_tokens.project(hidden.flatten(0, -2)).float()
         capped = torch.tanh(raw / cap) * cap if raw.requires_grad else raw.div_(cap).tanh_().mul_(cap)
         return capped.view(*hidden.shape[:-1], -1)
 
     def _embed_scale(self) -> Tensor:
         # Rounded to the weights' dtype, as the checkpoint was trained.
-        weight = self.embed_tokens.weight
-        return torch.tensor(self.config.hidden_size**0.5, dtype=weight.dtype, device=weight.device)
+        return torch.full((), self.config.hidden_size**0.5, dtype=self.dtype, device=self.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the network computes in; also of its cache."""
+        return self.embed_tokens.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.device
 
     # ---- in between ----------------------------------------------------------------------------------------------
 
@@ -162,8 +186,7 @@ class DiffusionGemma(nn.Module):
     # ---- making one ----------------------------------------------------------------------------------------------
 
     def new_cache(self, batch_size: int = 1, max_length: int = 1024, rollback: int = 0) -> KVCache:
-        weight = self.embed_tokens.weight
-        make = (self.config, max_length, weight.dtype, weight.device, rollback)
+        make = (self.config, max_length, self.dtype, self.device, rollback)
         return KVCache([CacheRow(*make) for _ in range(batch_size)])
 
     @torch.no_grad()

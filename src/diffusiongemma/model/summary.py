@@ -4,8 +4,11 @@ Nothing is allocated: the network is built on the meta device and its own tensor
 drift from the code. The formats:
 
 - bf16: two bytes a parameter.
-- fp8: one byte, and one fp32 scale a row (output channel) of each matrix; router, norms and scalars stay bf16.
+- fp8: one byte, and one fp32 scale a row (output channel) of each matrix; router, norms, scalars and self-conditioning
+  stay bf16.
 - 4-bit: half a byte, and one bf16 scale a group of 32 along a row; embeddings stay 8-bit as in fp8.
+
+`model/quantize.py` does what these sizes say; a test holds them equal.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from diffusiongemma.model import DiffusionGemma
 GROUP = 32
 FORMATS = ("bf16", "fp8", "4-bit")
 NORMS = "norms and scalars"
+KEPT = ("router", "self-conditioning", NORMS)  # never quantised
 
 # First match wins, so that the norms inside attention and self-conditioning count as norms.
 _PARTS = (
@@ -124,7 +128,7 @@ def _part_of(name: str) -> str:
 def _bytes(part: str, shape: tuple[int, ...], fmt: str) -> int:
     count, columns = prod(shape), shape[-1]
     rows = count // columns
-    if fmt == "bf16" or part in ("router", NORMS):
+    if fmt == "bf16" or part in KEPT:
         return 2 * count
     if fmt == "fp8" or part == "embeddings":
         return count + 4 * rows

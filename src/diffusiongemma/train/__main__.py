@@ -52,6 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, help="processes that make batches")
     parser.add_argument("--experts", help="auto, grouped, dense or loop")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="torch.compile on a GPU")
+    parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, help="CUDA graphs on a GPU")
+    parser.add_argument("--micro-tokens", type=int, help="tokens of one micro-batch")
     parser.add_argument("--benchmark", type=float, metavar="SECONDS", help="only measure speed, for about so long")
     try:
         train(**vars(parser.parse_args(arguments)))

@@ -34,7 +34,7 @@ def turns(weights: list[float], length: int = CYCLE) -> list[int]:
 
 def rows_of(task: TaskConfig, micro_tokens: int) -> int:
     """How many rows make a micro-batch: even, so that halves exist."""
-    per_row = task.prefix + task.canvas * (1 + task.views)
+    per_row = task.prefix + task.canvas * (1 + task.views * task.rounds)
     rows = max(2, micro_tokens // per_row)
     return rows // 8 * 8 if rows >= 16 else rows // 2 * 2
 

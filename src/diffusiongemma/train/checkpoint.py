@@ -18,7 +18,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from diffusiongemma.config import ModelConfig
 from diffusiongemma.errors import CheckpointError
+from diffusiongemma.model import DiffusionGemma
+from diffusiongemma.train.export import rebuild
 
 _NAME = re.compile(r"step-(\d{8})")
 
@@ -69,6 +72,20 @@ def load_latest(folder: Path) -> Saved | None:
         return Saved(int(state["step"]), load_file(path / "tensors.safetensors"), state)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise CheckpointError(f"{path} is damaged ({error}): delete it to resume from the one before") from None
+
+
+def averaged(run: Path) -> DiffusionGemma:
+    """The network of a run's newest checkpoint: its averaged weights where it kept an average, in float32."""
+    saved = load_latest(run / "checkpoints")
+    if saved is None:
+        raise CheckpointError(f"there is no checkpoint in {run}")
+    kinds: dict[str, dict[str, Tensor]] = {"ema": {}, "master": {}, "buffer": {}}
+    for key, tensor in saved.tensors.items():
+        kind, _, name = key.partition(".")
+        if kind in kinds:
+            kinds[kind][name] = tensor
+    config = ModelConfig.from_dict(saved.state["model"])
+    return rebuild(config, {**(kinds["ema"] or kinds["master"]), **kinds["buffer"]})
 
 
 def _sync(path: Path) -> None:

@@ -35,8 +35,11 @@ def row_flops(config: ModelConfig, task: TaskConfig, objective: ObjectiveConfig)
     layers = layer_products(config)
     encoder = length * (layers + head + score_products(config, length / 2))
     conditioning = 3 * config.hidden_size * config.intermediate_size
-    decoder = task.canvas * task.views * (layers + head + conditioning + score_products(config, length))
-    belief = objective.self_conditioning * (decoder + task.canvas * task.views * head)
+    canvases = task.canvas * task.views * task.rounds
+    decoder = canvases * (layers + head + conditioning + score_products(config, length))
+    belief = objective.self_conditioning * (decoder + canvases * head)
+    if task.rounds > 1:  # what is believed comes from passes that are trained anyway
+        belief = 2.0 * (canvases - task.canvas * task.views) * head
     return 2.0 * (3.0 * (encoder + decoder) + belief)
 
 

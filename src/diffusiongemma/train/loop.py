@@ -23,9 +23,10 @@ from diffusiongemma.train.experts import PATHS, ExpertsPath, pick_experts
 from diffusiongemma.train.export import export, rebuild
 from diffusiongemma.train.flops import peak_flops, row_flops
 from diffusiongemma.train.forward import TrainingForward
+from diffusiongemma.train.graphs import Recorded, record_all
 from diffusiongemma.train.initial import first_weights
 from diffusiongemma.train.objective import Result, micro_loss
-from diffusiongemma.train.optim import Optimizer, rate
+from diffusiongemma.train.optim import Optimizer, clear_gradients, gradient_norm, rate
 from diffusiongemma.train.recipe import Recipe
 from diffusiongemma.train.report import Report, Window, plot
 from diffusiongemma.train.rows import Rows
@@ -59,12 +60,13 @@ class Trainer:
         self.forward = TrainingForward(self.model, path, compile=gpu and recipe.run.compile)
         layers, experts = config.num_hidden_layers, config.num_experts
         self.usage = torch.full((layers, experts), 1.0 / experts, device=device)
+        self.graphs: dict[str, Recorded] = {}
         self.step, self.trained_seconds, self.tokens = 0, 0.0, 0
         self._resume()
         self.report = Report(out, self.step, quiet)
         per_row = {t.name: row_flops(config, t, recipe.objective) for t in recipe.tasks}
         self.flops = {t.name: per_row[t.name] * n for t, n in zip(recipe.tasks, self.batches.counts, strict=True)}
-        self.views = {t.name: t.views for t in recipe.tasks}
+        self.tasks = {t.name: t for t in recipe.tasks}
         parameters = sum(p.numel() for p in self.model.parameters())
         self.report.say(
             f"{recipe.name}: {parameters / 1e6:.1f} M parameters on {device}, experts {path}, "
@@ -99,7 +101,7 @@ class Trainer:
             if due or (run.checkpoint_every and self.step % run.checkpoint_every == 0):
                 self.save()
                 mark = saved = time.monotonic()
-        if checks and self.progress() >= 1.0:
+        if checks:
             self._evaluate(checks)
         self.save()
         self.finish()
@@ -126,25 +128,38 @@ class Trainer:
         torch.manual_seed(self.recipe.run.seed * 1_000_003 + self.step)
         loads = []
         for rows in micros:
-            result = self._backward(rows, 1.0 / len(micros))
+            recorded = self.graphs.get(rows.task)
+            result = self._backward(rows) if recorded is None else recorded(rows)
             loads.append(result.load)
             window.add(rows.task, result, self.flops[rows.task], self._tokens(rows))
         self.usage.lerp_(torch.stack(loads).mean(dim=0), 1.0 - USAGE_MEMORY)
         factor = rate(self.recipe.optim, self.step, self.progress())
-        norm = self.optimizer.step(factor)
+        norm = self.optimizer.step(factor, keep=bool(self.graphs))
         self.step += 1
         self.tokens += sum(map(self._tokens, micros))
         return norm, factor
 
-    def _backward(self, rows: Rows, share: float) -> Result:
-        result = micro_loss(
-            self.forward, rows.to(self.device), self.recipe.objective, self.views[rows.task], self.usage
-        )
-        (result.loss * share).backward()
+    def _backward(self, rows: Rows) -> Result:
+        """Adds the micro-batch's share to the gradients."""
+        result = self._loss(rows)
+        (result.loss / self.recipe.run.accumulate).backward()
         return result
 
+    def _loss(self, rows: Rows) -> Result:
+        task = self.tasks[rows.task]
+        return micro_loss(
+            self.forward,
+            rows.to(self.device),
+            self.recipe.objective,
+            views=task.views,
+            usage=self.usage,
+            rounds=task.rounds,
+            noise=task.noise,
+        )
+
     def _tokens(self, rows: Rows) -> int:
-        return rows.prefix.numel() + rows.canvas.numel() * (1 + self.views[rows.task])
+        task = self.tasks[rows.task]
+        return rows.prefix.numel() + rows.canvas.numel() * (1 + task.views * task.rounds)
 
     def warm_up(self) -> None:
         """One micro-batch of every task without an update: compiles, and goes on with less where that fails."""
@@ -165,29 +180,52 @@ class Trainer:
                     raise
                 reason = f"{type(error).__name__}: {str(error)[:1500]}"
                 self.report.say(f"experts {path}, compile {compiled} failed: {reason}")
+        if self.recipe.run.graphs:
+            self._record()
         self.report.say(
-            f"warm-up {time.monotonic() - start:.1f} s, experts {path}, compile {compiled}, "
+            f"warm-up {time.monotonic() - start:.1f} s, experts {path}, compile {compiled}, graphs {len(self.graphs)}, "
             f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at most, first losses {losses}"
         )
+
+    def _record(self) -> None:
+        """Micro-batches as CUDA graphs, checked against the same ones without; where that fails, it goes on without."""
+        examples = [self.batches.draw(n, 0) for n in range(len(self.recipe.tasks))]
+        try:
+            recorded = record_all(self._backward, [rows.to(self.device) for rows in examples], self.model)
+            torch.manual_seed(0)
+            replayed = recorded[examples[0].task](examples[0]).loss.item()
+            norm = gradient_norm(self.model)
+            clear_gradients(self.model, keep=True)
+            torch.manual_seed(0)
+            plain = self._backward(examples[0]).loss.item()
+            expected = gradient_norm(self.model)
+        except RuntimeError as error:
+            self.report.say(f"CUDA graphs do not work here, going on without: {str(error)[:500]}")
+            clear_gradients(self.model, keep=False)
+            return
+        self.report.say(f"graph {replayed:.4f} |g| {norm:.4f}, plain {plain:.4f} |g| {expected:.4f}")
+        if abs(replayed - plain) < 1e-3 * abs(plain) and abs(norm - expected) < 0.02 * expected:
+            self.graphs = recorded
+        else:
+            self.report.say("the graph's loss or gradient is another one: going on without graphs")
+        clear_gradients(self.model, keep=bool(self.graphs))
 
     def _try_all(self) -> dict[str, float]:
         losses = {}
         for number, task in enumerate(self.recipe.tasks):
             torch.manual_seed(number)
-            losses[task.name] = round(self._backward(self.batches.draw(number, 0), 1.0).loss.item(), 3)
+            losses[task.name] = round(self._backward(self.batches.draw(number, 0)).loss.item(), 3)
         if self.forward.compiled:  # the same numbers without the compiler, on the smallest risk of memory: no gradient
             compiled, self.forward = self.forward, TrainingForward(self.model, self.forward.experts)
             with torch.no_grad():
                 torch.manual_seed(0)
-                rows = self.batches.draw(0, 0).to(self.device)
                 task = self.recipe.tasks[0]
-                plain = micro_loss(self.forward, rows, self.recipe.objective, task.views, self.usage).loss.item()
+                plain = self._loss(self.batches.draw(0, 0)).loss.item()
             self.forward = compiled
             self.report.say(f"{task.name}: compiled {losses[task.name]}, plain {plain:.3f}")
             if abs(plain - losses[task.name]) > 0.05 * plain:
                 raise TrainingDiverged(f"the compiled loss {losses[task.name]} is not the plain one {plain:.3f}")
-        for parameter in self.model.parameters():
-            parameter.grad = None
+        clear_gradients(self.model, keep=False)
         return losses
 
     # ---- telling and keeping -------------------------------------------------------------------------------------

@@ -5,6 +5,10 @@ one); with `span`, the noise is one hole instead: everything inside, nothing out
 conditioned on what a first pass without gradient believed. A share of those (`unroll`) goes on to the canvas that the
 sampler would make of that belief, accepted guesses and fresh noise, so that the model learns to repair its mistakes.
 
+A task with `rounds` follows the sampler further: every pass is trained, and what it believed makes the canvas and the
+conditioning of the next. No pass is without gradient, and the model meets the states that it leads itself into; boards
+that need many steps of thought gain most.
+
 Legend: B rows, P prefix, L canvas, R = views * B canvases, N = R L, D hidden, V vocabulary.
 """
 
@@ -20,7 +24,7 @@ from diffusiongemma.train.losses import cross_entropy, look
 from diffusiongemma.train.recipe import ObjectiveConfig
 from diffusiongemma.train.rows import Rows
 
-T_MIN = 1e-3
+NOISE = (1e-3, 1.0)
 
 
 @dataclass(frozen=True)
@@ -30,11 +34,11 @@ class Result:
     metrics: dict[str, Tensor]  # scalars, on the device
 
 
-def corrupt(canvas: Tensor, pinned: Tensor, vocabulary: int, span: float) -> Tensor:
+def corrupt(canvas: Tensor, pinned: Tensor, vocabulary: int, span: float, noise: tuple[float, float] = NOISE) -> Tensor:
     """canvas, pinned [R, L] -> noisy canvas [R, L]"""
     rows, length = canvas.shape
     device = canvas.device
-    t = T_MIN + (1.0 - T_MIN) * torch.rand(rows, 1, device=device)
+    t = noise[0] + (noise[1] - noise[0]) * torch.rand(rows, 1, device=device)
     hit = torch.rand(rows, length, device=device) < t
     if span > 0:
         width = (t * length).ceil()
@@ -42,8 +46,7 @@ def corrupt(canvas: Tensor, pinned: Tensor, vocabulary: int, span: float) -> Ten
         at = torch.arange(length, device=device)
         inside = (at >= first) & (at < first + width)
         hit = torch.where(torch.rand(rows, 1, device=device) < span, inside, hit)
-    noise = torch.randint(vocabulary, canvas.shape, device=device)
-    return torch.where(hit & ~pinned, noise, canvas)
+    return torch.where(hit & ~pinned, torch.randint(vocabulary, canvas.shape, device=device), canvas)
 
 
 def sampler_step(candidate: Tensor, entropy: Tensor, bound: Tensor, vocabulary: int) -> Tensor:
@@ -65,7 +68,13 @@ def balance(routing: list[Routing], usage: Tensor | None) -> Tensor:
 
 
 def micro_loss(
-    forward: TrainingForward, rows: Rows, config: ObjectiveConfig, views: int = 1, usage: Tensor | None = None
+    forward: TrainingForward,
+    rows: Rows,
+    config: ObjectiveConfig,
+    views: int = 1,
+    usage: Tensor | None = None,
+    rounds: int = 1,
+    noise: tuple[float, float] = NOISE,
 ) -> Result:
     """The loss of one micro-batch; uses the default random generators of the rows' device."""
     model, cap = forward.model, forward.config.final_logit_softcapping
@@ -77,46 +86,69 @@ def micro_loss(
     encoder, *_ = cross_entropy(hidden, head, target, next_weight.flatten(), cap, forward.compiled)
 
     canvas, pinned, weight = (t.repeat(views, 1) for t in (rows.canvas, rows.pinned, rows.weight))  # [R, L]
-    noisy = corrupt(canvas, pinned, model.config.vocab_size, config.span)
-    conditioned = int(len(canvas) * config.self_conditioning)
+    noisy = corrupt(canvas, pinned, model.config.vocab_size, config.span, noise)
     soft = None
+    conditioned = int(len(canvas) * config.self_conditioning) if rounds == 1 else 0
     if conditioned:
-        soft, drafted = _first_pass(forward, noisy[:conditioned], prefix, config)
+        soft, drafted = _first_pass(forward, noisy[:conditioned], pinned[:conditioned], prefix, config)
         drafted = torch.where(pinned[:conditioned], canvas[:conditioned], drafted)
         unrolled = int(conditioned * config.unroll)
         noisy = torch.cat([drafted[:unrolled], noisy[unrolled:]])
         soft = torch.cat([soft, soft.new_zeros(noisy.numel() - len(soft), soft.shape[1])])  # zeros: no belief yet
-    hidden, decoder_routing = forward.denoise(noisy, soft, prefix)
-    decoder, _, right = cross_entropy(hidden, head, canvas.flatten(), weight.flatten(), cap, forward.compiled)
+    losses, routings = [], [routing]
+    for n in range(rounds):
+        hidden, decoder_routing = forward.denoise(noisy, soft, prefix)
+        loss, _, right = cross_entropy(hidden, head, canvas.flatten(), weight.flatten(), cap, forward.compiled)
+        losses.append(loss)
+        routings.append(decoder_routing)
+        if n + 1 < rounds:
+            soft, drafted = _believe(forward, hidden.detach(), pinned, config)
+            noisy = torch.where(pinned, canvas, drafted)
+    decoder = torch.stack(losses).mean()
 
-    aux = balance([routing, decoder_routing], usage)
+    aux = balance(routings, usage)
     # The balance is a mean over layers; its weight is meant for each of them.
     loss = decoder + config.encoder_weight * encoder + config.balance_weight * len(prefix) * aux
-    load = (routing.load + decoder_routing.load).detach() / 2
+    load = torch.stack([one.load for one in routings]).mean(dim=0).detach()
     with torch.no_grad():
         counted = weight.flatten() / weight.sum().clamp(min=1e-9)
         metrics = {
             "decoder": decoder.detach(),
             "encoder": encoder.detach(),
-            "accuracy": (right * counted).sum(),
+            "accuracy": (right * counted).sum(),  # of the last round
             "balance": aux.detach(),
         }
+        if rounds > 1:
+            metrics |= {"first round": losses[0].detach(), "last round": losses[-1].detach()}
     return Result(loss, load, metrics)
 
 
 @torch.no_grad()
 def _first_pass(
-    forward: TrainingForward, noisy: Tensor, prefix: list[tuple[Tensor, Tensor]], config: ObjectiveConfig
+    forward: TrainingForward,
+    noisy: Tensor,
+    pinned: Tensor,
+    prefix: list[tuple[Tensor, Tensor]],
+    config: ObjectiveConfig,
 ) -> tuple[Tensor, Tensor]:
-    """noisy [r, L] -> soft embeddings [r L, D] of what the network believes, and the sampler's next canvas [r, L]"""
-    model, (rows, length) = forward.model, noisy.shape
+    """noisy, pinned [r, L] -> what `_believe` makes of one pass"""
     hidden, _ = forward.denoise(noisy, None, prefix)
+    return _believe(forward, hidden, pinned, config)
+
+
+@torch.no_grad()
+def _believe(
+    forward: TrainingForward, hidden: Tensor, pinned: Tensor, config: ObjectiveConfig
+) -> tuple[Tensor, Tensor]:
+    """hidden [r L, D], pinned [r, L] -> soft embeddings [r L, D] of what the network believes, and the sampler's next
+    canvas [r, L], in which the caller restores what is pinned"""
+    model, (rows, length) = forward.model, pinned.shape
     low, high = config.temperature
-    temperature = low + (high - low) * torch.rand(rows, 1, device=noisy.device)
+    temperature = low + (high - low) * torch.rand(rows, 1, device=hidden.device)
     heat = temperature.expand(rows, length).flatten()
     cap = forward.config.final_logit_softcapping
     soft, entropy, sample = look(hidden, model.embed_tokens.weight, heat, cap, forward.compiled)
     low, high = config.accept
-    bound = low * (high / low) ** torch.rand(rows, 1, device=noisy.device)
-    drafted = sampler_step(sample.view(rows, length), entropy.view(rows, length), bound, model.config.vocab_size)
-    return soft * model._embed_scale(), drafted
+    bound = low * (high / low) ** torch.rand(rows, 1, device=hidden.device)
+    sure = torch.where(pinned, 0.0, entropy.view(rows, length))  # as the sampler: what is pinned costs nothing
+    return soft * model._embed_scale(), sampler_step(sample.view(rows, length), sure, bound, model.config.vocab_size)

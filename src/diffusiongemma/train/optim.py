@@ -39,6 +39,19 @@ def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
     return (x if wide else x.transpose(1, 2)).float()
 
 
+def gradient_norm(model: nn.Module) -> float:
+    return float(torch.stack(torch._foreach_norm([p.grad for p in model.parameters() if p.grad is not None])).norm())
+
+
+def clear_gradients(model: nn.Module, keep: bool) -> None:
+    """With `keep` their memory stays where it is, set to zero."""
+    if keep:
+        torch._foreach_zero_([p.grad for p in model.parameters() if p.grad is not None])
+    else:
+        for parameter in model.parameters():
+            parameter.grad = None
+
+
 class Muon:
     """Momentum of all matrices by shape; fused parameters (gate and up) are taken apart."""
 
@@ -73,7 +86,7 @@ class Muon:
 
 class Optimizer:
     def __init__(self, model: nn.Module, config: OptimConfig) -> None:
-        self.config = config
+        self.config, self.model = config, model
         self.compute = dict(model.named_parameters())
         # In float32 the network's own parameters are the masters.
         self.masters = {
@@ -92,8 +105,9 @@ class Optimizer:
         self.updates = 0
 
     @torch.no_grad()
-    def step(self, factor: float) -> Tensor:
-        """Apply the gradients that lie on the network, with the rates times `factor`; returns their norm."""
+    def step(self, factor: float, keep: bool = False) -> Tensor:
+        """Apply the gradients that lie on the network, with the rates times `factor`; returns their norm. With `keep`
+        their memory stays in place, set to zero."""
         grads = {n: p.grad.float() for n, p in self.compute.items() if p.grad is not None}
         assert len(grads) == len(self.compute), "a parameter without gradient"
         norms = torch._foreach_norm(list(grads.values()))
@@ -109,14 +123,13 @@ class Optimizer:
             self.masters[name].grad = None
         if self.muon is not None:
             self.muon.step(grads, self.config.matrix_lr * factor, self.config.weight_decay)
-        for parameter in self.compute.values():
-            parameter.grad = None
+        clear_gradients(self.model, keep)
         self._publish(self.masters)
         self.updates += 1
         if self.ema and self.updates % self.config.ema_every == 0:
             # Early on the average is short, or it would remember the random start.
-            keep = min(self.config.ema**self.config.ema_every, self.updates / (self.updates + 10.0))
-            torch._foreach_lerp_(list(self.ema.values()), list(self.masters.values()), 1.0 - keep)
+            memory = min(self.config.ema**self.config.ema_every, self.updates / (self.updates + 10.0))
+            torch._foreach_lerp_(list(self.ema.values()), list(self.masters.values()), 1.0 - memory)
         return norm
 
     @torch.no_grad()

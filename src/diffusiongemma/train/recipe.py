@@ -24,6 +24,8 @@ class TaskConfig:
     prefix: int
     canvas: int
     views: int = 1  # canvases with noise of their own over one encoded row
+    rounds: int = 1  # passes over each canvas, all trained: each after the first is the sampler's next step
+    noise: tuple[float, float] = (1e-3, 1.0)  # range of t, the share of a canvas that is noise
     tail_weight: float = 1.0  # of the canvas's last position; falls evenly from 1 at its first
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -34,7 +36,7 @@ class ObjectiveConfig:
 
     encoder_weight: float = 1.0
     balance_weight: float = 0.01
-    self_conditioning: float = 0.5  # share of the canvases
+    self_conditioning: float = 0.5  # share of the canvases, in tasks of one round
     unroll: float = 0.5  # share of those
     temperature: tuple[float, float] = (0.5, 1.0)  # of the belief that is fed back; the sampler's are 0.4 to 0.8
     accept: tuple[float, float] = (0.1, 10.0)  # range of the entropy bound of an unrolled step, log-uniform
@@ -66,6 +68,7 @@ class RunConfig:
     accumulate: int = 4  # micro-batches a step
     dtype: str = "bfloat16"  # of the computation on a GPU; a CPU always computes in float32
     compile: bool = True  # on a GPU
+    graphs: bool = True  # on a GPU: each task's micro-batch is recorded and replayed
     experts: str = "auto"
     workers: int = 8  # processes that make batches; 0 makes them in the trainer
     log_every: int = 20
@@ -97,8 +100,10 @@ class Recipe:
         if len({task.name for task in self.tasks}) < len(self.tasks):
             problems.append("two tasks have the same name")
         for task in self.tasks:
-            if task.weight <= 0 or min(task.prefix, task.canvas, task.views) < 1:
-                problems.append(f"task {task.name}: weight, prefix, canvas and views must be positive")
+            if task.weight <= 0 or min(task.prefix, task.canvas, task.views, task.rounds) < 1:
+                problems.append(f"task {task.name}: weight, prefix, canvas, views and rounds must be positive")
+            if not 0 < task.noise[0] <= task.noise[1] <= 1:
+                problems.append(f"task {task.name}: noise must be two shares above 0, the lower first")
         if (self.model is None) == (not self.init_from):
             problems.append("give either [model] or init_from")
         if problems:

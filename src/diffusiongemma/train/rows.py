@@ -28,16 +28,16 @@ class Rows:
     weight: Tensor  # [B, L] float: how much a canvas position counts
     encoder_weight: Tensor  # [B, P + L] float: how much being predicted counts; the first is never predicted
 
-    def _tensors(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> tuple[Tensor, ...]:
         return self.prefix, self.canvas, self.pinned, self.weight, self.encoder_weight
 
     def to(self, device: torch.device) -> Rows:
         """There, with tokens as int64, which is twice as much as needs to travel."""
-        prefix, canvas, *rest = (t.to(device, non_blocking=True) for t in self._tensors())
+        prefix, canvas, *rest = (t.to(device, non_blocking=True) for t in self.tensors())
         return Rows(self.task, prefix.long(), canvas.long(), *rest)
 
     def pin_memory(self) -> Rows:  # a DataLoader asks for this
-        return Rows(self.task, *(t.pin_memory() for t in self._tensors()))
+        return Rows(self.task, *(t.pin_memory() for t in self.tensors()))
 
 
 def to_rows(

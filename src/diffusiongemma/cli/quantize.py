@@ -1,0 +1,97 @@
+"""`dgemma quantize`: a checkpoint in a smaller number format, and what that cost."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from diffusiongemma.checkpoint.fidelity import Agreement, PartError
+
+
+def run(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A plain checkpoint: a folder or a hub id.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
+    kind: Annotated[str, typer.Option("--format", help="int8, fp8 (e4m3) or int4.")],
+    group: Annotated[int | None, typer.Option(help="int4: numbers that share a scale, 32 or 64.  [32]")] = None,
+    keep_embeddings: Annotated[
+        bool, typer.Option("--keep-embeddings", help="Leave the embeddings as they are; vLLM needs that.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="Where to compute: auto, cpu, cuda.")] = "auto",
+    check: Annotated[
+        int, typer.Option(min=0, help="Random prompts to compare the logits on; loads both models in turn. 0: none.")
+    ] = 0,
+    shard_mb: Annotated[int, typer.Option(min=1, help="Largest file, in MB.")] = 5000,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint in OUT.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Quantise a checkpoint into a folder that loads in seconds.
+
+    Attention, dense MLP and experts get the format, embeddings int8; router, norms and self-conditioning stay. The
+    folder is of the compressed-tensors kind. Prints the error of every layer.
+    """
+    from diffusiongemma.checkpoint.fidelity import by_part
+    from diffusiongemma.checkpoint.quantize import quantize_folder
+    from diffusiongemma.model.quantize import Scheme
+
+    scheme = Scheme.parse(kind, group, embeddings=not keep_embeddings)
+    errors = quantize_folder(
+        model,
+        out,
+        scheme,
+        device=device,
+        revision=revision,
+        max_shard_bytes=shard_mb * 1_000_000,
+        overwrite=overwrite,
+    )
+    rows = by_part(errors)
+    agreement = _compare(model, revision, out, kind, group, device, check) if check else None
+    size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    if as_json:
+        facts = {"format": kind, "out": str(out), "bytes_on_disk": size, "parts": [asdict(row) for row in rows]}
+        typer.echo(json.dumps(facts | {"agreement": asdict(agreement) if agreement else None}, indent=2))
+        return
+    _show(out, size, rows, agreement)
+
+
+def _compare(
+    model: str, revision: str | None, out: Path, kind: str, group: int | None, device: str, prompts: int
+) -> Agreement:
+    from diffusiongemma.checkpoint import load_model
+    from diffusiongemma.checkpoint.fidelity import compare, record
+
+    reference = record(load_model(model, device, "auto", revision=revision), prompts)
+    # As it will run: with the quantised products, not with dequantised weights.
+    return compare(reference, record(load_model(out, device, "auto", quantize=kind, group=group), prompts))
+
+
+def _show(out: Path, size: int, rows: list[PartError], agreement: Agreement | None) -> None:
+    from rich.console import Console
+
+    from diffusiongemma.checkpoint.fidelity import PARTS
+    from diffusiongemma.cli.tables import human_bytes, make_table
+
+    console = Console(highlight=False)
+    layers = list(dict.fromkeys(row.layer for row in rows))
+    found = {(row.layer, row.part): row for row in rows}
+    columns = [part for part in PARTS if any(row.part == part for row in rows)]
+    cells = [
+        ("embeddings" if layer is None else f"layer {layer}",
+         *(f"{found[layer, part].relative:.2%}" if (layer, part) in found else "" for part in columns))
+        for layer in layers
+    ]  # fmt: skip
+    console.print(make_table("Relative error of the weights", ("", *columns), cells))
+    worst = max(rows, key=lambda row: row.worst)
+    where = "embeddings" if worst.layer is None else f"layer {worst.layer}, {worst.part}"
+    console.print(f"\nworst tensor: {worst.worst:.2%} ({where}); lowest cosine {min(r.cosine for r in rows):.5f}")
+    if agreement is not None:
+        console.print(
+            f"logits over {agreement.positions} positions: cosine {agreement.cosine:.5f} "
+            f"(lowest {agreement.worst_cosine:.5f}), same best token {agreement.argmax:.1%}, KL {agreement.kl:.2g} nats"
+        )
+    console.print(f"{human_bytes(size)} written to {out}", soft_wrap=True)

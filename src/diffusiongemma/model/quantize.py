@@ -1,0 +1,140 @@
+"""Which weights of the network are quantised, and the exchange of its modules for quantised ones.
+
+Quantised: attention, dense MLP, experts; embeddings (also the LM head) in 8 bits. Kept: router, norms, scalars and
+self-conditioning, as published quantised checkpoints of this model keep them; together they are 0.2 % of the 26B.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from diffusiongemma.config import ModelConfig
+from diffusiongemma.errors import ConfigError
+from diffusiongemma.model.layers import Experts
+from diffusiongemma.model.network import DiffusionGemma, Embedding
+from diffusiongemma.ops.linear import Linear
+from diffusiongemma.ops.quant import Format, parse_format, quantize_into
+from diffusiongemma.ops.quantized import QuantEmbedding, QuantExperts, QuantLinear, QuantWeight
+
+EMBEDDINGS = "embed_tokens.weight"
+_MATRIX = re.compile(
+    r"layers\.\d+\.(self_attn\.(qkv|o)_proj\.weight|mlp\.(gate_up|down)_proj\.weight|experts\.(gate_up|down)_proj)"
+)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """The number format of the matrices and, if they are not kept, of the embeddings."""
+
+    weights: Format
+    embeddings: Format | None
+
+    @classmethod
+    def parse(cls, kind: str, group: int | None = None, embeddings: bool = True) -> Scheme:
+        """`kind`: int8, fp8 or int4. Embeddings are int8: at 8 bits a row, its error is a third of fp8's."""
+        return cls(parse_format(kind, group), Format("int8") if embeddings else None)
+
+    def format_of(self, parameter: str) -> Format | None:
+        if parameter == EMBEDDINGS:
+            return self.embeddings
+        return self.weights if _MATRIX.fullmatch(parameter) else None
+
+    def formats(self, parameters: Mapping[str, tuple[int, ...]]) -> dict[str, Format]:
+        """Parameter -> format for what is quantised, of these names and shapes."""
+        chosen = {name: fmt for name in parameters if (fmt := self.format_of(name)) is not None}
+        misfits = [
+            f"{n} has rows of {parameters[n][-1]}" for n, fmt in chosen.items() if not fmt.fits(parameters[n][-1])
+        ]
+        if misfits:
+            raise ConfigError(f"rows must divide into {self.weights}, and some here do not", misfits)
+        return chosen
+
+
+def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Parameter -> shape, without allocating anything."""
+    with torch.device("meta"):
+        return {name: tuple(tensor.shape) for name, tensor in DiffusionGemma(config).state_dict().items()}
+
+
+def replace_modules(model: DiffusionGemma, formats: Mapping[str, Format]) -> DiffusionGemma:
+    """Exchange the modules of these parameters for quantised ones, empty, on the device that they were on."""
+    parameters = dict(model.named_parameters())
+    names = dict.fromkeys(name.rpartition(".")[0] for name in formats)
+    for name in names:
+        module = model.get_submodule(name)
+        kinds = {formats.get(n) for n in parameters if n.rpartition(".")[0] == name}
+        assert len(kinds) == 1, f"{name} cannot hold weights in different formats"
+        fmt = kinds.pop()
+        assert fmt is not None
+        parent, _, last = name.rpartition(".")
+        with next(module.parameters()).device:
+            setattr(model.get_submodule(parent), last, _twin(module, fmt))
+    return model
+
+
+def _twin(module: nn.Module, fmt: Format) -> nn.Module:
+    if isinstance(module, Linear):
+        rows, columns = module.weight.shape
+        return QuantLinear(columns, rows, fmt)
+    if isinstance(module, Experts):
+        experts, hidden, width = module.down_proj.shape
+        return QuantExperts(experts, hidden, width, fmt)
+    assert isinstance(module, Embedding), f"no quantised twin of {type(module).__name__}"
+    vocab, hidden = module.weight.shape
+    return QuantEmbedding(vocab, hidden, fmt, module.dtype)
+
+
+def formats_in(model: DiffusionGemma) -> dict[str, Format]:
+    """Parameter -> format of what is quantised in this network; empty for a plain one."""
+    return {name: module.format for name, module in model.named_modules() if isinstance(module, QuantWeight)}
+
+
+def describe(formats: Iterable[Format | None]) -> str:
+    """In a word or two, for people: 'int4 in groups of 32, int8'."""
+    return ", ".join(dict.fromkeys(str(fmt) for fmt in formats if fmt is not None)) or "not quantised"
+
+
+@torch.no_grad()
+def random_network(
+    config: ModelConfig,
+    scheme: Scheme | None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+    std: float = 0.02,
+) -> DiffusionGemma:
+    """Random weights, quantised as they are made, so that the plain network is never in memory."""
+    with torch.device("meta"):
+        model = DiffusionGemma(config).to(dtype)
+        if scheme is not None:
+            replace_modules(model, scheme.formats({n: tuple(t.shape) for n, t in model.state_dict().items()}))
+    model = model.to_empty(device=device).requires_grad_(False).eval()
+    generator = torch.Generator(device=device).manual_seed(seed)
+    for name, tensor in model.state_dict().items():
+        if tensor.dim() == 1:  # norms, scales and scalars; every weight is a matrix
+            tensor.fill_(1.0)
+        elif name.rpartition(".")[2] not in ("q", "scale"):
+            tensor.normal_(0.0, std, generator=generator)
+    for module in model.modules():
+        if isinstance(module, QuantWeight):
+            for q, scale in zip(
+                *(part.view(-1, part.shape[-1]).split(1 << 10) for part in (module.q, module.scale)), strict=True
+            ):
+                rows = torch.empty(q.shape[0], module.shape[-1], device=device).normal_(0.0, std, generator=generator)
+                quantize_into(rows, module.format, q, scale)
+    return model
+
+
+def footprint(config: ModelConfig, scheme: Scheme | None, dtype: torch.dtype = torch.bfloat16) -> int:
+    """Bytes of the network's weights and scales in memory; counted on the network itself, on the meta device."""
+    with torch.device("meta"):
+        model = DiffusionGemma(config).to(dtype)
+        if scheme is not None:
+            shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+            replace_modules(model, scheme.formats(shapes))
+    return sum(tensor.nbytes for tensor in model.state_dict().values())

@@ -1,0 +1,97 @@
+"""`dgemma quantize`: a folder that loads, what it prints, and mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from diffusiongemma import ModelConfig
+from diffusiongemma.checkpoint import load_model, save_model
+from diffusiongemma.cli import app, main
+from diffusiongemma.engine import Engine
+from diffusiongemma.errors import ConfigError
+from diffusiongemma.model import DiffusionGemma
+from diffusiongemma.model.quantize import formats_in
+from diffusiongemma.ops.quantized import QuantLinear
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("quantize") / "plain"
+    save_model(DiffusionGemma(ModelConfig.preset("tiny")).init_weights(0, 0.05), folder, dtype="bfloat16")
+    return folder
+
+
+def dgemma(*args: str | Path) -> str:
+    result = CliRunner().invoke(app, [str(a) for a in args], env={"COLUMNS": "100"}, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
+def test_tables(kind: str, plain: Path, tmp_path: Path) -> None:
+    out = tmp_path / kind
+    shown = dgemma("quantize", plain, out, "--format", kind, "--device", "cpu", "--check", 1)
+    for words in (
+        "attention",
+        "experts",
+        "layer 5",
+        "embeddings",
+        "worst tensor",
+        "over 64 positions",
+        f"written to {out}",
+    ):
+        assert words in shown
+    assert formats_in(load_model(out, quantize=kind))
+    inspected = dgemma("inspect", out)
+    assert ("int4 in groups of 32, int8" if kind == "int4" else kind) in inspected
+
+
+def test_json(plain: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    facts = json.loads(dgemma("quantize", plain, out, "--format", "int4", "--keep-embeddings", "--check", 1, "--json"))
+    assert facts["bytes_on_disk"] == sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    assert {row["part"] for row in facts["parts"]} == {"attention", "dense MLP", "experts"}
+    assert all(0.05 < row["relative"] < 0.12 for row in facts["parts"])
+    assert facts["agreement"]["positions"] == 64
+    assert json.loads(dgemma("inspect", out, "--json"))["checkpoint"]["format"] == "int4 in groups of 32"
+    assert facts["format"] == "int4"
+
+
+def test_the_plain_checkpoint_is_inspected_as_before(plain: Path) -> None:
+    assert json.loads(dgemma("inspect", plain, "--json"))["checkpoint"]["format"] == "not quantised"
+
+
+def test_mistakes(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failing(*args: str | Path) -> str:
+        monkeypatch.setattr("sys.argv", ["dgemma", "quantize", *map(str, args)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        assert stop.value.code == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        return err
+
+    assert "int8, fp8, int4" in failing(plain, tmp_path / "x", "--format", "int2")
+    assert "leave it out" in failing(plain, tmp_path / "x", "--format", "fp8", "--group", 32)
+    assert "must divide" in failing(plain, tmp_path / "x", "--format", "int4", "--group", 64)
+    assert "into itself" in failing(plain, plain, "--format", "int8")
+    assert not (tmp_path / "x").exists()
+    dgemma("quantize", plain, tmp_path / "x", "--format", "int8")
+    assert "holds a checkpoint already" in failing(plain, tmp_path / "x", "--format", "int8")
+    assert "quantised already" in failing(tmp_path / "x", tmp_path / "y", "--format", "fp8")
+    dgemma("quantize", plain, tmp_path / "x", "--format", "fp8", "--overwrite")
+
+
+def test_an_engine_with_quantised_weights() -> None:
+    with Engine.load("random:tiny", quantize="int4") as engine:
+        assert any(isinstance(module, QuantLinear) for module in engine.model.modules())
+        assert engine.generate("a", max_new_tokens=8, steps=2, seed=1).tokens
+    for mistake in ({"quantize": "int5"}, {"group": 32}, {"quantize": "fp8", "group": 32}):
+        with pytest.raises(ConfigError):
+            Engine.load("random:tiny", **mistake)  # type: ignore[arg-type]
