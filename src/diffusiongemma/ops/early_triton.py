@@ -1,0 +1,27 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+"""Kernels that are launched while the one before still runs: their first programs are in place when it ends.
+
+A layer is a chain of small kernels, and between two of them the card idles for a microsecond or two. `run` lets the
+next be launched early; `ready`, the first line of its kernel, waits until all that came before is done and visible.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from diffusiongemma.ops.kernels import early, interpreted, launch
+
+
+@triton.jit
+def ready(HOPPER: tl.constexpr):
+    if HOPPER:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+def run(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
+    """Launch a kernel that calls `ready(HOPPER)` first."""
+    launch(kernel, programs, *args, HOPPER=not interpreted(), **options, **early())

@@ -1,0 +1,90 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+"""The mixture of experts on a GPU: route, gate/up with GeGLU, down with the router's weights, sum over a token's pairs.
+
+The signatures are those of the references (`ops/experts.py`, `ops/quantized.py`), but 4-bit weights come as
+`ops/int4.py` packs them. What differs in numbers: sums stay float32 until a result is stored, and between the two
+products fp8 has a scale for every 64 numbers instead of one a token, because then the first can quantise what it makes.
+No float is added in an order that chance decides: every pair is stored, and a token's k pairs are summed in order.
+
+Legend: N tokens, k experts a token, P = N k pairs, E experts, D hidden, I width of an expert.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from diffusiongemma.ops import product_triton
+from diffusiongemma.ops.fused import Rows
+from diffusiongemma.ops.kernels import early, interpreted, launch
+from diffusiongemma.ops.linear_triton import quantize_rows
+from diffusiongemma.ops.product_triton import product
+from diffusiongemma.ops.quant import FP8
+from diffusiongemma.ops.routing import Routing
+from diffusiongemma.ops.routing_triton import route
+from diffusiongemma.ops.tiles import block_rows
+
+
+def supported(device: torch.device, up: Tensor, down: Tensor) -> str | None:
+    """Why the experts with these weights, of [E, 2 I, D] and [E, D, I], cannot run here, or None."""
+    hidden, width = down.shape[1], up.shape[1] // 2
+    return product_triton.supported(device, up, hidden, gated=True) or product_triton.supported(device, down, width)
+
+
+@triton.jit
+def combine_kernel(pairs, out, K: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, HOPPER: tl.constexpr):
+    if HOPPER:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.program_id(0) // tl.cdiv(D, WIDTH)
+    at = tl.program_id(0) % tl.cdiv(D, WIDTH) * WIDTH + tl.arange(0, WIDTH)
+    first = pairs + token.to(tl.int64) * (K * D) + at
+    total = tl.zeros((WIDTH,), tl.float32)
+    for slot in tl.static_range(K):
+        total += tl.load(first + slot * D, mask=at < D, other=0.0).to(tl.float32)
+    tl.store(out + token.to(tl.int64) * D + at, total.to(out.dtype.element_ty), mask=at < D)
+
+
+def combine(pairs: Tensor, k: int) -> Tensor:
+    """pairs [N k, D] -> their sums [N, D], slot after slot in float32"""
+    tokens, hidden = pairs.shape[0] // k, pairs.shape[1]
+    out = torch.empty(tokens, hidden, dtype=pairs.dtype, device=pairs.device)
+    width = min(1024, triton.next_power_of_2(hidden))
+    launch(
+        combine_kernel, tokens * triton.cdiv(hidden, width), pairs, out, K=k, D=hidden, WIDTH=width,
+        HOPPER=not interpreted(), num_warps=4, **early(),
+    )  # fmt: skip
+    return out
+
+
+def gate_up(x: Rows, routing: Routing, w: Tensor, scale: Tensor | None) -> Rows:
+    """x [N, D], w of [E, 2 I, D] -> hidden [P, I] by expert; with fp8 weights in fp8, and its scales [P, I / 64]"""
+    return product(x, w, scale, gated=True, quantise=w.dtype == FP8, routing=routing)
+
+
+def down(hidden: Rows, routing: Routing, share: Tensor, w: Tensor, scale: Tensor | None) -> Tensor:
+    """hidden [P, I] by expert, share [N, k] float32, w of [E, D, I] -> weighted [P, D] in the pairs' own order"""
+    return product(hidden, w, scale, routing=routing, share=share.flatten()).values
+
+
+def experts_rows(x: Rows, index: Tensor, weight: Tensor, up_q: Tensor, up_scale: Tensor | None, down_q: Tensor,
+                 down_scale: Tensor | None) -> Tensor:  # fmt: skip
+    """x [N, D], quantised where the weights are fp8; index and weight [N, k] -> [N, D]"""
+    experts = up_q.shape[0]
+    routing = route(index, experts, block_rows(index.numel(), experts))
+    hidden = gate_up(x, routing, up_q, up_scale)
+    return combine(down(hidden, routing, weight.float(), down_q, down_scale), index.shape[1])
+
+
+def experts_quantised(x: Tensor, index: Tensor, weight: Tensor, up_q: Tensor, up_scale: Tensor | None, down_q: Tensor,
+                      down_scale: Tensor | None) -> Tensor:  # fmt: skip
+    """As `ops.quantized.EXPERTS`: x [N, D] as it is."""
+    rows = quantize_rows(x) if up_q.dtype == FP8 else Rows(x.contiguous())
+    return experts_rows(rows, index, weight, up_q, up_scale, down_q, down_scale)
+
+
+def experts(x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """As `ops.experts.experts_reference`."""
+    return experts_rows(Rows(x.contiguous()), index, weight, gate_up, None, down, None)

@@ -1,0 +1,179 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+"""The vocabulary end on a GPU: `vocab.vocab_end` without float32 logits in memory.
+
+Three stages, none of which synchronises with the host:
+
+1. weights (`weigh_triton.py`): every tile of logits becomes e = exp(z - its largest z) in bfloat16, and four numbers
+   are kept of it: that largest z and where it is, the sum of e, and the sum of (z - largest) e. Either inside the LM
+   head's product ("fused"), or over the bfloat16 logits that a library's product has written ("library").
+2. result: the tiles' numbers together give argmax, entropy and log-probabilities; the uniform number picks a tile by
+   its share, then a token in it.
+3. soft embedding (`soft_triton.py`): the product of the weights with the embeddings.
+
+The order of every sum is fixed and does not depend on N, so a row gets the same bits alone and in a batch. `few` lays
+the product out for up to 16 rows (one token a user); as it changes the order of the sum, the caller says it.
+
+Legend: N positions, D hidden, V vocabulary, T tiles.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from diffusiongemma.ops.early_triton import ready, run
+from diffusiongemma.ops.kernels import unavailable
+from diffusiongemma.ops.soft_triton import soft_embed
+from diffusiongemma.ops.vocab import Reading, Rules, Table
+from diffusiongemma.ops.weigh_triton import NEVER, Stats, head_blocks, weigh_fused, weigh_library
+
+How = Literal["fused", "library"]
+CHUNK = 1024  # positions that are read at once: bounds the weights to 0.5 GB
+
+
+def supported(hidden: Tensor, table: Table, soft: bool) -> str | None:
+    """Why `vocab_end` cannot run on these, or None."""
+    if reason := unavailable(hidden.device):
+        return reason
+    vocab, width = table.weight.shape
+    if hidden.dtype not in (torch.bfloat16, torch.float32):
+        return f"hidden states must be bfloat16 or float32, not {hidden.dtype}"
+    if table.scale is None and table.weight.dtype != hidden.dtype:
+        return f"a table of {table.weight.dtype} for hidden states of {hidden.dtype}"
+    if width % 16 or not table.weight.is_contiguous():
+        return f"the table must be contiguous and its width a multiple of 16, not {width}"
+    if soft and table.soft is None and table.scale is not None:
+        return "an 8-bit table needs its fp8 copy for the soft embedding: Table.with_soft()"
+    if soft and vocab % 16:
+        return f"the soft embedding needs a vocabulary that is a multiple of 16, not {vocab}"
+    return None
+
+
+# ---- kernels -----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _passing(mass, target, index, size: tl.constexpr):
+    """The first index at which the running sum of the masses passes the target, and the sum before it"""
+    below = tl.cumsum(mass, axis=0)
+    at = tl.min(tl.where((below > target) & (mass > 0), index, size))
+    at = tl.minimum(at, tl.max(tl.where(mass > 0, index, 0)))  # rounding may not run past the last
+    return at, tl.sum(tl.where(index == at, below - mass, 0.0))
+
+
+@triton.jit
+def _result_kernel(
+    weights, uniform, peak, best, mass, tilt, factor, share, argmax, sample, entropy, logprob, sample_logprob,
+    vocab, tiles, TILE: tl.constexpr, TILES: tl.constexpr, HOPPER: tl.constexpr,
+):  # fmt: skip
+    """One row: its tiles' numbers together. `factor` [N, T] brings a tile's weights to the row's largest logit."""
+    ready(HOPPER)
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.arange(0, TILES)
+    real, place = tile < tiles, row * tiles + tile
+    peaks = tl.load(peak + place, mask=real, other=NEVER)
+    top = tl.max(peaks)
+    factors = tl.exp(peaks - top)
+    masses = tl.load(mass + place, mask=real, other=0.0)
+    tilts = tl.load(tilt + place, mask=real, other=0.0)
+    # A tile without any allowed token has a factor of 0, and nothing of it may count.
+    tilts = tl.where(factors > 0, factors * (tilts + (peaks - top) * masses), 0.0)
+    masses *= factors
+    total = tl.sum(masses)
+    tl.store(factor + place, factors, mask=real)
+    tl.store(share + row, 1.0 / total)
+    first = tl.load(best + place, mask=real & (peaks == top), other=vocab)
+    tl.store(argmax + row, tl.minimum(tl.min(first), vocab - 1).to(tl.int64))  # NaN must not lead astray
+    tl.store(entropy + row, tl.maximum(tl.log(total) - tl.sum(tilts) / total, 0.0))
+    tl.store(logprob + row, -tl.log(total))
+    target = tl.load(uniform + row) * total
+    chosen, before = _passing(masses, target, tile, TILES)
+    inner = tl.arange(0, TILE)
+    token = chosen * TILE + inner
+    e = tl.load(weights + row * vocab + token, mask=token < vocab, other=0.0).to(tl.float32)
+    # What is left of the target, as a share of this tile (whose weights were rounded after they were summed).
+    rest = (target - before) / tl.sum(tl.where(tile == chosen, masses, 0.0)) * tl.sum(e)
+    inside, _ = _passing(e, rest, inner, TILE)
+    tl.store(sample + row, (chosen * TILE + inside).to(tl.int64))
+    picked = tl.sum(tl.where(inner == inside, e, 0.0)) * tl.sum(tl.where(tile == chosen, factors, 0.0))
+    tl.store(sample_logprob + row, tl.log(picked) - tl.log(total))
+
+
+@triton.jit
+def _draws_kernel(seed, step, position, uniform, token, count, vocab, BLOCK: tl.constexpr, HOPPER: tl.constexpr):
+    ready(HOPPER)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = at < count
+    c0 = tl.load(position + at, mask=live, other=0).to(tl.uint32)
+    c1 = tl.load(step + at, mask=live, other=0).to(tl.uint32)
+    zero = tl.zeros((BLOCK,), tl.uint32)
+    first, second, _, _ = tl.philox(tl.load(seed + at, mask=live, other=0), c0, c1, zero, zero)
+    tl.store(uniform + at, (first >> 8).to(tl.int32).to(tl.float32) * (1.0 / (1 << 24)), mask=live)
+    tl.store(token + at, (second.to(tl.uint64) * vocab >> 32).to(tl.int64), mask=live)
+
+
+# ---- what is called ----------------------------------------------------------------------------------------------
+
+
+def vocab_end(
+    hidden: Tensor,
+    table: Table,
+    rules: Rules,
+    cap: float,
+    embed_scale: float | None,
+    how: How = "fused",
+    soft_how: How = "fused",
+    few: bool = False,
+) -> Reading:
+    """As `vocab.vocab_end`; `how` chooses whose matrix product makes the logits, `soft_how` the soft embedding."""
+    parts = []
+    for first in range(0, hidden.shape[0], CHUNK):
+        x = hidden[first : first + CHUNK]
+        part = rules.rows(first, first + CHUNK)
+        if how == "fused":
+            weights, stats, tile = weigh_fused(x, table, part, cap, head_blocks(few, table.weight.element_size()))
+        else:
+            weights, stats, tile = weigh_library(x, table, part, cap)
+        parts.append(_finish(x, table, part, weights, stats, tile, embed_scale, soft_how))
+    if len(parts) == 1:
+        return parts[0]
+    softs = [p.soft for p in parts if p.soft is not None]
+    return Reading(
+        torch.cat([p.argmax for p in parts]),
+        torch.cat([p.sample for p in parts]),
+        torch.cat([p.entropy for p in parts]),
+        torch.cat([p.logprob for p in parts]),
+        torch.cat([p.sample_logprob for p in parts]),
+        torch.cat(softs) if softs else None,
+    )
+
+
+def _finish(
+    hidden: Tensor, table: Table, rules: Rules, weights: Tensor, stats: Stats, tile: int, scale: float | None, how: How
+) -> Reading:
+    rows, tiles = stats.mass.shape
+    factor = torch.empty_like(stats.mass)
+    share, entropy, logprob, sample_logprob = torch.empty(4, rows, dtype=torch.float32, device=hidden.device)
+    argmax, sample = torch.empty(2, rows, dtype=torch.int64, device=hidden.device)
+    run(
+        _result_kernel, rows,
+        weights, rules.uniform, *stats, factor, share, argmax, sample, entropy, logprob, sample_logprob,
+        weights.shape[1], tiles, TILE=tile, TILES=triton.next_power_of_2(tiles), num_warps=4,
+    )  # fmt: skip
+    soft = None
+    if scale is not None:
+        soft = soft_embed(weights, factor, share, tile, table, scale, hidden.dtype, how)
+    return Reading(argmax, sample, entropy, logprob, sample_logprob, soft)
+
+
+def draws(seed: Tensor, step: Tensor, position: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+    """As `vocab.draws`, to the bit."""
+    count = seed.shape[0]
+    uniform = torch.empty(count, dtype=torch.float32, device=seed.device)
+    token = torch.empty(count, dtype=torch.int64, device=seed.device)
+    run(_draws_kernel, triton.cdiv(count, 256), seed, step, position, uniform, token, count, vocab, BLOCK=256)
+    return uniform, token

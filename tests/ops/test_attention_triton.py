@@ -1,0 +1,135 @@
+"""Attention of a batch in Triton against its torch definition, and that against the attention of single rows."""
+
+from ops.triton_cpu import DEVICE  # isort: skip
+
+import pytest
+import torch
+
+from diffusiongemma.errors import InputError
+from diffusiongemma.ops import attention_cached, attention_triton
+from diffusiongemma.ops.attention import attend_canvas, attend_causal
+from diffusiongemma.ops.attention_cached import New, Prefix
+from diffusiongemma.ops.attention_triton import Blocks
+
+FP32, BF16 = torch.float32, torch.bfloat16
+SMALL = Blocks(queries=16, keys=16, parts=1, warps=4, stages=2)
+SPLIT = Blocks(queries=16, keys=16, parts=4, warps=4, stages=2)
+# lengths of the prefixes, new tokens of each row: empty, short, full rings, wrapped rings, a lone token
+MIXED = [(0, 12), (7, 2), (15, 9), (40, 1)]
+
+
+def make(rows, heads=4, kv_heads=2, size=16, slots=15, dtype=FP32, seed=0):
+    """Rows of (length, new tokens). What no token has been written to holds NaN: reading it would show."""
+    g = torch.Generator().manual_seed(seed)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=g).to(DEVICE, dtype)
+
+    keys, values = torch.full((2, len(rows) + 1, kv_heads, slots, size), torch.nan, device=DEVICE, dtype=dtype)
+    row = torch.randperm(len(rows) + 1, generator=g)[: len(rows)].to(DEVICE, torch.int32)
+    for at, (length, _) in zip(row.tolist(), rows, strict=True):
+        held = min(length, slots)
+        where = torch.arange(length - held, length, device=DEVICE) % slots
+        keys[at][:, where], values[at][:, where] = randn(kv_heads, held, size), randn(kv_heads, held, size)
+    begin = torch.tensor([0, *(n for _, n in rows)]).cumsum(0).to(DEVICE, torch.int32)
+    total, most = int(begin[-1]), max(n for _, n in rows)
+    length = torch.tensor([n for n, _ in rows], dtype=torch.int32, device=DEVICE)
+    q, k, v = randn(total, heads, size), randn(total, kv_heads, size), randn(total, kv_heads, size)
+    return q, k, v, Prefix(keys, values, row, length), New(begin, most)
+
+
+@pytest.mark.parametrize(("blocks", "dtype"), [(SMALL, FP32), (SPLIT, FP32), (None, BF16)])
+@pytest.mark.parametrize(
+    ("rows", "heads", "kv_heads", "size", "slots", "causal", "window"),
+    [
+        (MIXED, 4, 2, 16, 15, False, 15),  # a ring as large as the window of the canvas
+        (MIXED, 4, 2, 16, 15, True, 16),
+        (MIXED, 2, 1, 16, 24, False, 15),  # a ring that keeps more than is seen
+        (MIXED, 2, 1, 16, 24, True, 16),
+        (MIXED, 4, 1, 32, 64, False, None),
+        (MIXED, 4, 1, 32, 64, True, None),
+        ([(70, 40)], 2, 1, 16, 20, True, 16),  # more new tokens than the window
+        ([(40, 1), (0, 1), (3, 1)], 4, 2, 16, 15, True, 16),  # one token each, as in the autoregressive twin
+        ([(40, 1), (0, 1), (3, 1)], 8, 1, 32, 64, True, None),
+    ],
+)
+def test_equals_the_definition(rows, heads, kv_heads, size, slots, causal, window, blocks, dtype) -> None:
+    q, k, v, prefix, new = make(rows, heads, kv_heads, size, slots, dtype)
+    assert attention_triton.supported(q, prefix) is None
+    got = attention_triton.attend(q, k, v, prefix, new, causal, window, blocks)
+    wide = Prefix(prefix.keys.double(), prefix.values.double(), prefix.row, prefix.length)
+    want = attention_cached.attend(q.double(), k.double(), v.double(), wide, new, causal, window)
+    assert got.dtype == dtype
+    error = (got.double() - want).norm() / want.norm()
+    assert error < (1e-5 if dtype == FP32 else 5e-3)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("slots", [15, 64])
+def test_the_definition_is_that_of_single_rows(causal, slots) -> None:
+    window = None if slots == 64 else 16 if causal else 15
+    q, k, v, prefix, new = make(MIXED, slots=slots)
+    whole = attention_cached.attend(q, k, v, prefix, new, causal, window)
+    for row, (length, _), begin, end in zip(prefix.row.tolist(), MIXED, new.begin[:-1], new.begin[1:], strict=True):
+        at = torch.arange(max(0, length - slots), length, device=DEVICE) % slots
+        own = slice(int(begin), int(end))
+        keys = torch.cat([prefix.keys[row][:, at], k[own].transpose(0, 1)], dim=1)
+        values = torch.cat([prefix.values[row][:, at], v[own].transpose(0, 1)], dim=1)
+        alone = attend_causal(q[own], keys, values, length, window) if causal else attend_canvas(q[own], keys, values)
+        torch.testing.assert_close(whole[own], alone, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("causal", "blocks"), [(False, None), (True, SPLIT)])
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(causal, blocks) -> None:
+    q, k, v, prefix, new = make(MIXED)
+    whole = attention_triton.attend(q, k, v, prefix, new, causal, 15, blocks)
+    for b in range(len(MIXED)):
+        own = slice(int(new.begin[b]), int(new.begin[b + 1]))
+        one = Prefix(prefix.keys, prefix.values, prefix.row[b : b + 1], prefix.length[b : b + 1])
+        begin = torch.tensor([0, own.stop - own.start], dtype=torch.int32, device=DEVICE)
+        alone = attention_triton.attend(q[own], k[own], v[own], one, New(begin, new.most), causal, 15, blocks)
+        assert torch.equal(alone, whole[own])
+
+
+def test_room_that_is_not_used() -> None:
+    """A graph is recorded for the most there may be: more tokens than the rows have, more slots than are filled."""
+    q, k, v, prefix, new = make(MIXED, slots=64)
+    want = attention_cached.attend(q, k, v, prefix, new, False)
+    wide = [torch.cat([t, torch.full_like(t[:9], torch.nan)]) for t in (q, k, v)]
+    got = attention_triton.attend(*wide, prefix, New(new.begin, 40), False, None, SPLIT)
+    torch.testing.assert_close(got[: len(q)], want, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("slots", [15, 64])
+def test_store(slots) -> None:
+    _, k, v, prefix, new = make(MIXED, slots=slots)
+    want = Prefix(prefix.keys.clone(), prefix.values.clone(), prefix.row, prefix.length)
+    attention_cached.store(k, v, want, new)
+    before = prefix.keys.clone()
+    attention_triton.store(k, v, prefix, new)
+    for got, other in ((prefix.keys, want.keys), (prefix.values, want.values)):
+        torch.testing.assert_close(got, other, atol=0, rtol=0, equal_nan=True)
+    assert not torch.equal(prefix.keys.nan_to_num(), before.nan_to_num())
+    # What was stored is what the next tokens see.
+    lengths = prefix.length + new.begin.diff()
+    later = Prefix(prefix.keys, prefix.values, prefix.row, lengths.to(torch.int32))
+    q2, k2, v2, _, new2 = make([(0, 3)] * len(MIXED), seed=1)
+    window = 16 if slots == 15 else None
+    got2 = attention_triton.attend(q2, k2, v2, later, new2, True, window)
+    torch.testing.assert_close(
+        got2, attention_cached.attend(q2, k2, v2, later, new2, True, window), atol=1e-5, rtol=1e-4
+    )
+
+
+def test_reasons_and_errors() -> None:
+    q, k, v, prefix, new = make(MIXED)
+    assert "power of two" in str(attention_triton.supported(q[..., :12], prefix))
+    assert "both be bfloat16" in str(attention_triton.supported(q.double(), prefix))
+    narrow = Prefix(prefix.keys.transpose(2, 3), prefix.values, prefix.row, prefix.length)
+    assert "side by side" in str(attention_triton.supported(q, narrow))
+    assert "up to 16" in str(attention_triton.supported(q.repeat(1, 3, 1), prefix))
+    for bad in ((q, k[:3], v), (q[:, :3], k, v), (q, k, v[..., :8])):
+        with pytest.raises(InputError, match="do not fit"):
+            attention_triton.attend(*bad, prefix, new, False)
+    with pytest.raises(InputError, match="do not fit"):
+        attention_triton.attend(q, k, v, prefix, New(new.begin[:-1], 20), False)

@@ -1,0 +1,63 @@
+import pytest
+import torch
+
+from diffusiongemma.ops import tiles
+from diffusiongemma.ops.routing import capacity_of, route
+from diffusiongemma.ops.tiles import Shape, Tile
+
+SHAPES = [
+    Shape(fmt, k, o, experts, gated, rows)
+    for fmt in ("bf16", "fp8", "int8", "int4")
+    for experts in (0, 128)
+    for k, o, gated in ((2816, 704, True), (704, 2816, False), (2816, 8192, False))
+    for rows in ((16, 32, 64, 128) if experts else (1, 16, 33, 256, 4096))
+]
+
+
+@pytest.mark.parametrize("limit", [99 << 10, 227 << 10])
+@pytest.mark.parametrize("shape", SHAPES, ids=Shape.key)
+def test_the_rule_gives_a_tile_that_fits(shape: Shape, limit: int) -> None:
+    tile = tiles.choose(shape, limit)
+    assert tile.rows * tile.outputs * (1 + shape.gated) <= 128 * 32 * tile.warps
+    if shape.experts:
+        assert tile.rows == shape.rows
+    if tile != tiles.candidates(shape)[-1]:
+        assert tiles.shared_bytes(shape, tile) <= limit
+
+
+def test_steps_do_not_depend_on_rows() -> None:
+    assert tiles.step_of("int4", 2816, False) == 256
+    assert tiles.step_of("int4", 64, False) == 64
+    assert tiles.step_of("fp8", 2816, False) == 128
+    assert tiles.step_of("fp8", 2816, True) == 64
+    assert tiles.step_of("fp8", 704, False) == 64
+    assert tiles.step_of("bf16", 2816, False) == 64
+
+
+def test_tuned_tiles_go_to_a_file_and_back(tmp_path, monkeypatch) -> None:
+    shape, tile = SHAPES[0], Tile(16, 128, 8, 2)
+    monkeypatch.setattr(tiles, "TUNED", {shape.key(): tile})
+    tiles.save(tmp_path / "tiles.json")
+    monkeypatch.setattr(tiles, "TUNED", {})
+    assert tiles.choose(shape, 227 << 10) != tile
+    tiles.load(tmp_path / "tiles.json")
+    assert tiles.choose(shape, 227 << 10) == tile
+    assert tiles.choose(shape, 1) != tile  # one that does not fit this card is passed over
+
+
+@pytest.mark.parametrize(("pairs", "rows"), [(8, 16), (128, 16), (2048, 32), (4096, 64), (8192, 128), (32768, 128)])
+def test_blocks_grow_with_the_tokens_of_an_expert(pairs: int, rows: int) -> None:
+    assert tiles.block_rows(pairs, 128) == rows
+
+
+@pytest.mark.parametrize(("tokens", "k", "experts", "block"), [(1, 2, 8, 16), (70, 3, 5, 16), (16, 4, 4, 16)])
+def test_capacity_is_reached_and_never_passed(tokens: int, k: int, experts: int, block: int) -> None:
+    """The worst case: every expert has one row more than whole blocks."""
+    most = 0
+    for seed in range(200):
+        g = torch.Generator().manual_seed(seed)
+        skew = torch.rand(experts, generator=g) * (seed % 7)
+        index = (torch.rand(tokens, experts, generator=g) + skew).topk(k).indices
+        routing = route(index, experts, block)
+        most = max(most, int((routing.table[0] >= 0).sum()))
+    assert most <= capacity_of(tokens * k, experts, block) <= most + experts
