@@ -1,35 +1,36 @@
-"""`dgemma demo`, which `make run` runs."""
+"""`dgemma demo`, which `make run` runs: the embedded model at its three tasks."""
 
 import subprocess
 import sys
+from pathlib import Path
 
-from typer.testing import CliRunner, Result
+import pytest
+from typer.testing import CliRunner
 
 from diffusiongemma.cli import app
 from diffusiongemma.errors import InputError
+from diffusiongemma.tasks.sudoku_levels import random_puzzle
+from diffusiongemma.tasks.sudoku_solver import is_solution
 
 
-def demo(*args: str) -> Result:
-    result = CliRunner().invoke(app, ["demo", "--max-new-tokens", "8", *args], catch_exceptions=False)
+@pytest.mark.slow
+def test_demo_solves_fills_and_draws(tmp_path: Path) -> None:
+    out = tmp_path / "icon.svg"
+    result = CliRunner().invoke(app, ["demo", "--out", str(out)], catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    return result
+    boards = [line.split()[-1] for line in result.stdout.splitlines() if line.startswith("board ")]
+    assert is_solution([int(cell) for cell in boards[-1]], random_puzzle("hard", 3))
+    assert "solved: every row, column and box holds 1 to 9" in result.stderr
+    assert "        self.items.append(item)\n" in result.stdout
+    assert result.stderr.count("tokens per forward") == 2
+    assert out.read_text().startswith("<svg")
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_demo_says_what_it_is_and_runs_the_engine() -> None:
-    result = demo("--seed", "3")
-    assert "random weights" in result.stderr
-    assert "8 tokens in" in result.stderr
-    assert "seed 3" in result.stderr
-    assert result.stdout.strip()
-
-
-def test_seed_decides() -> None:
-    first, again, other = (demo("--seed", seed).stdout for seed in ("1", "1", "2"))
-    assert first == again != other
-
-
-def test_prompt_too_long() -> None:
-    result = CliRunner().invoke(app, ["demo", "--prompt", "x" * 5000])
+def test_what_cannot_be_written_is_said_first(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "nowhere" / "icon.svg")])
+    assert isinstance(result.exception, InputError)
+    result = CliRunner().invoke(app, ["demo", "--level", "impossible"])
     assert isinstance(result.exception, InputError)
 
 

@@ -9,12 +9,12 @@ from typing import Annotated
 import typer
 
 from diffusiongemma import __version__
-from diffusiongemma.cli import chat, demo, infill, inspect, run, train
+from diffusiongemma.cli import chat, demo, eval, infill, inspect, quantize, run, serve, sudoku, svg, train
 from diffusiongemma.errors import DiffusionGemmaError
 
 app = typer.Typer(
     name="dgemma",
-    help="DiffusionGemma: text by diffusion. Write, talk, and look into checkpoints.",
+    help="DiffusionGemma: text by diffusion. Write, talk, fill in, measure, and look into checkpoints.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,  # a traceback of ours is a bug report: keep it plain and whole
@@ -22,8 +22,13 @@ app = typer.Typer(
 app.command("run")(run.run)
 app.command("chat")(chat.chat)
 app.command("infill")(infill.infill)
+app.command("sudoku")(sudoku.sudoku)
+app.command("svg")(svg.svg)
+app.add_typer(eval.app, name="eval")
 app.command("demo")(demo.run)
+app.command("serve")(serve.run)
 app.command("inspect")(inspect.run)
+app.command("quantize")(quantize.run)
 app.command("train")(train.run)
 
 

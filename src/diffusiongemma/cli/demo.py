@@ -1,34 +1,71 @@
-"""`dgemma demo`: the engine at work on the default model. What `make run` runs."""
+"""`dgemma demo`: a Sudoku, a hole in Python code and an icon, by the embedded model. What `make run` runs."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from diffusiongemma.cli.options import DEFAULT_MODEL, INTERRUPTED, Settings
+from diffusiongemma.cli.options import INTERRUPTED, Settings
 
-STAND_IN = "random:tiny"  # while no trained model is embedded
-PROMPT = "A canvas of noise becomes text."
+if TYPE_CHECKING:
+    from diffusiongemma.engine import Engine
+
+PREFIX = '''class Stack:
+    """Last in, first out."""
+
+    def __init__(self):
+        self.items = []
+
+    def push(self, item):
+'''
+SUFFIX = """
+
+    def pop(self):
+        return self.items.pop()
+
+    def __len__(self):
+        return len(self.items)
+"""
+OUT = Path("demo.svg")
+WISH = "arrow down, outline"
+ATTEMPTS = 3  # of the board and of the icon; the first usually does
 
 
 def run(
-    prompt: Annotated[str, typer.Option(help="What to answer.")] = PROMPT,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the answer at most.")] = 64,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same text.")] = 0,
+    level: Annotated[str, typer.Option(help="Of the Sudoku: easy, medium, hard or expert.")] = "hard",
+    wish: Annotated[str, typer.Option(help="The icon to draw.")] = WISH,
+    out: Annotated[Path, typer.Option(help="The .svg to write, with a .png beside it; replaced if there.")] = OUT,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same puzzle, text and picture.")] = 3,
+    plain: Annotated[bool, typer.Option("--plain", help="No live pictures, as in a pipe.")] = False,
 ) -> None:
-    """Write a short text with the default model, and show the canvas while it settles."""
-    import torch
+    """Solve a Sudoku, fill a hole in Python code and draw an icon with the embedded model, on any CPU."""
+    from diffusiongemma.cli.show import tell
+    from diffusiongemma.cli.sudoku import solve
+    from diffusiongemma.cli.svg import check_target, draw
+    from diffusiongemma.tasks.sudoku_levels import random_puzzle
 
-    from diffusiongemma.cli.show import follow, tell
-    from diffusiongemma.engine.engine import ASSETS
-
-    torch.set_num_threads(1)  # a network this small is much slower on several
-    embedded = (ASSETS / DEFAULT_MODEL).is_dir()
-    settings = Settings(model=DEFAULT_MODEL if embedded else STAND_IN)
-    if not embedded:
-        tell(f"No trained model comes with the package yet. {STAND_IN} has random weights: what it writes is noise.")
+    target, puzzle = check_target(out), random_puzzle(level, seed)
+    settings = Settings(plain=plain, options={"seed": seed})
     with settings.load() as engine:
-        request = engine.request(prompt, max_new_tokens=max_new_tokens, seed=seed)
-        if follow(engine, request, settings).cancelled:
-            raise typer.Exit(INTERRUPTED)
+        tell(f"1 of 3 · a {level} Sudoku: every empty cell at once, out of noise")
+        done = solve(engine, puzzle, settings, ATTEMPTS) is not None
+        tell("\n2 of 3 · a hole in Python code, from both of its sides")
+        done = done and _fill(engine, settings)
+        tell(f"\n3 of 3 · an icon: {wish}")
+        hot = replace(settings, options={**settings.options, "max_new_tokens": 256})
+        done = done and draw(engine, wish, hot, target, attempts=ATTEMPTS) is not None
+    if not done:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _fill(engine: Engine, settings: Settings) -> bool:
+    """Shows the text around the hole and the line that goes in; False: interrupted."""
+    from diffusiongemma.cli.infill import fill_between
+
+    print(PREFIX, end="", flush=True)
+    answer = fill_between(engine, PREFIX, SUFFIX, settings)
+    print(SUFFIX.strip("\n"), flush=True)
+    return not answer.cancelled

@@ -13,7 +13,8 @@ from diffusiongemma.cli.run import read_stdin
 from diffusiongemma.errors import InputError
 
 if TYPE_CHECKING:
-    from diffusiongemma.engine import Event
+    from diffusiongemma.cli.show import Answer
+    from diffusiongemma.engine import Engine, Event
 
 
 @with_settings
@@ -35,22 +36,32 @@ def infill(
     """
     text = _read(file, prefix, suffix)
     with settings.load() as engine:
-        from diffusiongemma.cli.show import show
         from diffusiongemma.engine.fill import parse_template
 
-        options: dict[str, Any] = {"seed": None, "strategy": strategy, "candidates": candidates} | settings.options
-        stream: Iterator[Event]
+        options: dict[str, Any] = {"strategy": strategy, "candidates": candidates}
         if text is None:
-            stream = engine.infill_stream(prefix or "", suffix or "", **options)
+            answer = fill_between(engine, prefix or "", suffix or "", settings, **options)
         else:
             parse_template(text)
-            stream = engine.fill_stream(text, **options)
-        steps = settings.options.get("steps", engine.params.steps)
-        answer = show(engine, _until_interrupted(stream), settings, steps, is_reply=False)
+            stream = engine.fill_stream(text, **{"seed": None} | options | settings.options)
+            answer = _show(engine, stream, settings)
         if answer.cancelled:
             raise typer.Exit(INTERRUPTED)
         if output is not None:
             output.write_text(answer.text, encoding="utf-8", newline="")
+
+
+def fill_between(engine: Engine, prefix: str, suffix: str, settings: Settings, **options: Any) -> Answer:
+    """Fill one hole and show it; `settings` win over `options`."""
+    stream = engine.infill_stream(prefix, suffix, **{"seed": None} | options | settings.options)
+    return _show(engine, stream, settings)
+
+
+def _show(engine: Engine, stream: Iterator[Event], settings: Settings) -> Answer:
+    from diffusiongemma.cli.show import show
+
+    steps = settings.options.get("steps", engine.params.steps)
+    return show(engine, _until_interrupted(stream), settings, steps, is_reply=False)
 
 
 def _read(file: str | None, prefix: str | None, suffix: str | None) -> str | None:

@@ -100,7 +100,7 @@ class Json(Plain):
             print(json.dumps(event_to_dict(event)), flush=True)
 
     def close(self, answer: Answer) -> None:
-        end = {"kind": "end", "finish_reason": "cancelled", "error": None, "metrics": None}
+        end = {"kind": "end", "finish_reason": "cancelled", "error": None, "refused": False, "metrics": None}
         if answer.end is not None:
             end = event_to_dict(answer.end)
         print(json.dumps(end | {"text": answer.text, "thinking": answer.thinking}), flush=True)
@@ -229,9 +229,8 @@ def event_to_dict(event: Event) -> dict[str, Any]:
         return {"kind": event.kind, "block": event.block, "step": event.step, **values}
     if isinstance(event, Commit):
         return {"kind": event.kind} | asdict(event)
-    return {"kind": event.kind, "finish_reason": event.finish_reason, "error": event.error} | {
-        "metrics": event.metrics.to_dict()
-    }
+    values = {"finish_reason": event.finish_reason, "error": event.error, "refused": event.refused}
+    return {"kind": event.kind, **values, "metrics": event.metrics.to_dict()}
 
 
 @contextmanager

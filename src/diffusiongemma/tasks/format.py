@@ -6,6 +6,9 @@ then pad. Filling a hole in code is no chat. Its prompt is
     <bos> <|fim_suffix|> SUFFIX <|fim_prefix|> PREFIX        and the canvas:  MIDDLE eos pad pad …
 
 The suffix comes first, so that the canvas continues the prefix at its natural positions; eos says where the hole ends.
+The first embedded model saw something else, closed by eos, before the bos of every chat but a Sudoku, so it wants such
+a run-in before a short prompt: without one it writes nonsense. `RUN_IN` is part of its chat template (train/ship.py).
+
 A hole of whole lines begins with the line break (and indent, which is the same token) of its first line and ends before
 the next line break, so PREFIX never ends in a line break and SUFFIX begins with one. `open_hole` cuts text that way.
 """
@@ -18,9 +21,8 @@ from collections.abc import Callable, Sequence
 Encode = Callable[[str], list[int]]  # ordinary text to ids, special tokens spelled out
 
 PAD, EOS, BOS, TURN, END_TURN = 0, 1, 2, 105, 106
-# Reserved entries of the vocabulary that stand for the parts of a hole.
+# <|fim_prefix|> and <|fim_suffix|>: entries that DiffusionGemma's vocabulary leaves unused.
 FIM_PREFIX, FIM_SUFFIX = 3, 4
-FIM_NAMES = {"<|fim_prefix|>": "<unused0>", "<|fim_suffix|>": "<unused1>"}
 
 SUDOKU_CANVAS, INFILL_CANVAS, BLOCK_CANVAS, SVG_CANVAS, ARITHMETIC_CANVAS = 96, 64, 128, 256, 24
 
@@ -43,6 +45,23 @@ def svg_request(wish: str) -> str:
 
 def arithmetic_request(question: str) -> str:
     return question
+
+
+# Jinja: what stands before bos, as a function of the first message.
+RUN_IN = """\
+{%- set first = messages[0]['content'] if messages and messages[0]['content'] is string else '' -%}
+{%- if first.startswith('SVG icon') -%}
+5 0 0 0-1.06-1.06L12 10.938z" clip-rule="evenodd"/></svg><eos>
+{%- elif not first.startswith('Sudoku') -%}
+<bos><|turn>user
+36 + 17 =<turn|>
+<|turn>model
+53<eos><bos><|turn>user
+8 * 4 =<turn|>
+<|turn>model
+32<eos>
+{%- endif -%}
+"""
 
 
 def infill_prompt(prefix: Sequence[int], suffix: Sequence[int]) -> list[int]:

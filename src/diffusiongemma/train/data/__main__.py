@@ -41,6 +41,12 @@ def _icons(args: argparse.Namespace) -> None:
     print(json.dumps({key: report[key] for key in ("icons", "names", "bytes", "left_out_sets")}))
 
 
+def _svg_set(args: argparse.Namespace) -> None:
+    from diffusiongemma.train.data.svg_set import build_svg_set
+
+    print(json.dumps(build_svg_set(args.out / "icons" / "icons_test.jsonl.gz", args.out / "eval/svg_names.jsonl.gz")))
+
+
 def _tokenizer(args: argparse.Namespace) -> None:
     from diffusiongemma.train.data import bpe
 
@@ -54,6 +60,12 @@ def _tokenize(args: argparse.Namespace) -> None:
 
     corpus, icons, tokenizer, tokens = (args.out / name for name in ("corpus", "icons", "tokenizer", "tokens"))
     print(json.dumps(tokenize(corpus, icons, tokenizer, tokens, args.workers)))
+
+
+def _infill(args: argparse.Namespace) -> None:
+    from diffusiongemma.train.data.infill_sets import build_infill
+
+    print(json.dumps(build_infill(args.out / "corpus", args.out / "tokenizer", args.out / "eval", args.seed)))
 
 
 def _pack(args: argparse.Namespace) -> None:
@@ -81,12 +93,17 @@ def main() -> int:
     sudoku.set_defaults(run=_sudoku)
     icons = commands.add_parser("icons", help="icons with names and tags")
     icons.set_defaults(run=_icons)
+    svg_set = commands.add_parser("svg-set", help="held-out icon names for `dgemma eval svg`, from icons/ into eval/")
+    svg_set.set_defaults(run=_svg_set)
     tokenizer = commands.add_parser("tokenizer", help="the BPE vocabulary, from corpus/ and icons/")
     tokenizer.add_argument("--size", type=int, default=8_192, help="entries, special tokens included")
     tokenizer.add_argument("--megabytes", type=float, default=60.0, help="text to learn from")
     tokenizer.set_defaults(run=_tokenizer)
     tokenize = commands.add_parser("tokenize", help="token arrays of corpus/ and icons/ into tokens/")
     tokenize.set_defaults(run=_tokenize)
+    infill = commands.add_parser("infill", help="the test set of holes in held-out code, from corpus/ and tokenizer/")
+    infill.add_argument("--seed", type=int, default=0, help="which holes are drawn")
+    infill.set_defaults(run=_infill)
     pack = commands.add_parser("pack", help="tokens/ and sudoku.npz as compressed parts in transport/")
     pack.set_defaults(run=_pack)
     unpack = commands.add_parser("unpack", help="token arrays and puzzles from such parts")
@@ -94,7 +111,7 @@ def main() -> int:
     unpack.set_defaults(run=_unpack)
     for command in (tokenize, unpack):
         command.add_argument("--workers", type=int, default=1, help="processes")
-    for command in (build, sudoku, icons, tokenizer, tokenize, pack, unpack):
+    for command in (build, sudoku, icons, svg_set, tokenizer, tokenize, infill, pack, unpack):
         command.add_argument("--out", type=Path, required=True, help="the folder that gets the data")
     args = parser.parse_args()
     try:

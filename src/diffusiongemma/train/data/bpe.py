@@ -18,9 +18,9 @@ from diffusiongemma.train.data.extract import read_documents
 from diffusiongemma.train.data.icons import prompts, read_icons
 
 NAMED = {
-    0: "<pad>", 1: "<eos>", 2: "<bos>", 46: "<|tool>", 47: "<tool|>", 48: "<|tool_call>", 49: "<tool_call|>",
-    50: "<|tool_response>", 51: "<tool_response|>", 52: '<|"|>', 98: "<|think|>", 100: "<|channel>", 101: "<channel|>",
-    105: "<|turn>", 106: "<turn|>",
+    0: "<pad>", 1: "<eos>", 2: "<bos>", 3: "<|fim_prefix|>", 4: "<|fim_suffix|>", 46: "<|tool>", 47: "<tool|>",
+    48: "<|tool_call>", 49: "<tool_call|>", 50: "<|tool_response>", 51: "<tool_response|>", 52: '<|"|>',
+    98: "<|think|>", 100: "<|channel>", 101: "<channel|>", 105: "<|turn>", 106: "<turn|>",
 }  # fmt: skip
 
 # In order: one digit with at most one separator; a line break with its indent; a word with at most one sign or space

@@ -1,0 +1,288 @@
+"""Many streaming clients at once, some of which vanish or read slowly: every answer must be its seed's known text.
+
+    python scripts/load_test.py                          # 64 clients for five minutes on the embedded model
+    python scripts/load_test.py --seconds 10 --clients 8 --model FOLDER
+
+The known texts come from the bare engine, as does the throughput that the server's is compared with. The last line is
+JSON; the exit code is 1 if an answer was wrong, lost or not what the API promises.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from diffusiongemma.engine import Commit, Engine, Limits, Request, collect
+from diffusiongemma.serve.reader import ReplyReader
+
+QUICK = {"steps": 16, "canvas": 32}
+
+
+@dataclass
+class Case:
+    """One thing to ask, and the text that must come back."""
+
+    path: str
+    body: dict[str, Any]
+    request: Request | None  # for the bare engine; None: a hole, which is several requests
+    text: str = ""
+
+
+@dataclass
+class Tally:
+    outcomes: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+    first_draft: list[float] = field(default_factory=list)  # seconds, from asking on
+    first_draft_running: list[float] = field(default_factory=list)  # … less the time in the queue
+    tokens: int = 0
+
+    def wrong(self, what: str) -> None:
+        self.outcomes["wrong"] += 1
+        if len(self.problems) < 20:
+            self.problems.append(what)
+
+
+def make_cases(engine: Engine, count: int) -> list[Case]:
+    """Chats, completions and holes, each with a seed of its own."""
+    cases = []
+    for i in range(count):
+        seed, body = 1000 + i, {"seed": 1000 + i, "max_tokens": 32, "diffusion": QUICK}
+        options: dict[str, Any] = {"seed": seed, "max_new_tokens": 32, **QUICK}
+        if i % 8 == 7:
+            prefix, suffix = f"def f{i}(x):\n    return ", "\n\nprint(f(1))\n"
+            given = body | {"prompt": prefix, "suffix": suffix, "max_tokens": 8, "diffusion": {"steps": 8}}
+            text = engine.infill(prefix, suffix, max_new_tokens=8, seed=seed, steps=8).text
+            cases.append(Case("/v1/completions", given, None, text))
+        elif i % 2 and engine.template is not None:
+            messages = [{"role": "user", "content": f"{i} + {3 * i}"}]
+            request = engine.request(messages, drafts=False, **options)
+            text = chat_text(engine, request)
+            cases.append(Case("/v1/chat/completions", body | {"messages": messages}, request, text))
+        else:
+            prompt = f"import os\n\nname{i} = "
+            request = engine.request(prompt, raw=True, drafts=False, **options)
+            text = collect(engine.events(request)).text
+            cases.append(Case("/v1/completions", body | {"prompt": prompt}, request, text))
+    return cases
+
+
+def chat_text(engine: Engine, request: Request) -> str:
+    reader = ReplyReader(engine.tokenizer)
+    told = [reader.push(event).content for event in engine.events(request) if isinstance(event, Commit)]
+    return "".join(told) + reader.finish().content
+
+
+def bare_throughput(engine: Engine, cases: list[Case], seconds: float) -> float:
+    """New tokens a second of the engine alone, as many requests at once as it has rows, always the next."""
+    requests = [case.request for case in cases if case.request is not None]
+    began, done, tokens = time.perf_counter(), 0, 0
+    running = [engine.submit(requests[i % len(requests)]) for i in range(engine.scheduler.limits.max_rows)]
+    while time.perf_counter() - began < seconds:
+        tokens += len(collect(running.pop(0)).tokens)
+        done += 1
+        running.append(engine.submit(requests[(done + len(running)) % len(requests)]))
+    elapsed = time.perf_counter() - began
+    for handle in running:
+        handle.cancel()
+    return tokens / elapsed
+
+
+async def events(response: httpx.Response, pause: float) -> AsyncIterator[tuple[str | None, str]]:
+    name = None
+    async for line in response.aiter_lines():
+        if line.startswith("event: "):
+            name = line[7:]
+        elif line.startswith("data: "):
+            yield name, line[6:]
+            name = None
+            if pause:
+                await asyncio.sleep(pause)
+
+
+async def ask(client: httpx.AsyncClient, case: Case, model: str, how: str, rng: random.Random, tally: Tally) -> None:
+    drafts = how != "plain"
+    options = {"include_usage": True} | ({"include_drafts": True} if drafts else {})
+    body = case.body | {"model": model, "stream": True, "stream_options": options}
+    leave_after = rng.randrange(1, 6) if how == "vanishing" else None
+    began, first, text, ended, usage = time.perf_counter(), None, "", False, None
+    async with client.stream("POST", case.path, json=body) as response:
+        if response.status_code == 429:
+            tally.outcomes["refused"] += 1
+            await response.aread()
+            await asyncio.sleep(min(3.0, float(response.headers["retry-after"])) * rng.uniform(0.3, 1.0))
+            return
+        if response.status_code != 200:
+            tally.wrong(f"{case.path} answered {response.status_code}: {(await response.aread())[:200]!r}")
+            return
+        seen = 0
+        async for name, data in events(response, 0.05 if how == "slow" else 0.0):
+            if data == "[DONE]":
+                ended = True
+                continue
+            if first is None:
+                first = time.perf_counter() - began
+            message = json.loads(data)
+            if "error" in message:
+                tally.wrong(f"{case.path} broke off: {message['error']}")
+                return
+            seen += 1
+            if leave_after is not None and seen >= leave_after:
+                tally.outcomes["vanished"] += 1
+                return
+            if name == "canvas.draft":
+                continue
+            usage = message.get("usage") or usage
+            for choice in message["choices"]:
+                text += choice.get("text") or choice.get("delta", {}).get("content") or ""
+    if not ended or usage is None:
+        tally.wrong(f"{case.path} ended without its end")
+    elif text != case.text:
+        tally.wrong(f"{case.path} seed {case.body['seed']}: {text!r} is not {case.text!r}")
+    else:
+        tally.outcomes[f"right, {how}"] += 1
+        tally.tokens += usage["completion_tokens"] if case.request is not None else 0
+        if drafts and first is not None and how != "slow":
+            tally.first_draft.append(first)
+            queued = usage["diffusion"]["queue_seconds"]
+            tally.first_draft_running.append(usage["diffusion"]["first_draft_seconds"] - queued)
+
+
+async def load(url: str, model: str, cases: list[Case], clients: int, seconds: float, naughty: bool) -> Tally:
+    """Every client asks again as soon as it is answered. A tenth vanishes, a tenth reads slowly, half wants drafts."""
+    tally, until = Tally(), time.monotonic() + seconds
+
+    async def one(number: int) -> None:
+        rng = random.Random(number)
+        how = "drafts" if number % 2 else "plain"
+        if naughty and number % 10 == 3:
+            how = "vanishing"
+        elif naughty and number % 10 == 7:
+            how = "slow"
+        async with httpx.AsyncClient(base_url=url, timeout=httpx.Timeout(120, connect=30)) as client:
+            while time.monotonic() < until:
+                try:
+                    await ask(client, rng.choice(cases), model, how, rng, tally)
+                except httpx.HTTPError as error:
+                    tally.wrong(f"{type(error).__name__}: {error}")
+
+    await asyncio.gather(*(one(number) for number in range(clients)))
+    return tally
+
+
+def resident(pid: int) -> float:
+    """MiB"""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
+
+
+async def watch(pid: int, found: list[float]) -> None:
+    while True:
+        found.append(resident(pid))
+        await asyncio.sleep(1.0)
+
+
+async def whole_run(
+    url: str, model: str, pid: int, cases: list[Case], given: argparse.Namespace
+) -> tuple[Tally, list[float]]:
+    memory: list[float] = []
+    watcher = asyncio.create_task(watch(pid, memory))
+    tally = await load(url, model, cases, given.clients, given.seconds, naughty=True)
+    watcher.cancel()
+    return tally, memory
+
+
+def quantiles(values: list[float]) -> str:
+    if len(values) < 2:
+        return "none"
+    cuts = statistics.quantiles(values, n=20)
+    return f"median {statistics.median(values):.2f} s, 95% {cuts[18]:.2f} s"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="nano")
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--cases", type=int, default=24)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--queue", type=int, default=48, help="fewer than clients, so that some are refused")
+    parser.add_argument("--compare", type=float, default=20.0, help="seconds of each throughput measurement")
+    given = parser.parse_args()
+
+    with Engine.load(given.model, limits=Limits(max_rows=given.batch)) as engine:
+        cases = make_cases(engine, given.cases)
+        plain = [case for case in cases if case.request is not None]
+        bare = [bare_throughput(engine, cases, given.compare)]
+        command = [
+            sys.executable,
+            "-m",
+            "diffusiongemma",
+            "serve",
+            given.model,
+            "--port",
+            "0",
+            "--log-file",
+            os.devnull,
+        ]
+        command += ["--batch", str(given.batch), "--queue", str(given.queue)]
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        try:
+            assert server.stdout is not None
+            url = server.stdout.readline().split()[-1]
+            while httpx.get(f"{url}/ready").status_code != 200:
+                time.sleep(0.1)
+            model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+            served = []
+            for _ in range(2):  # by turns, since a machine is not equally fast all the time
+                calm = asyncio.run(load(url, model, plain, 2 * given.batch, given.compare, naughty=False))
+                served.append(calm.tokens / given.compare)
+                bare.append(bare_throughput(engine, cases, given.compare))
+            tally, memory = asyncio.run(whole_run(url, model, server.pid, cases, given))
+            time.sleep(1.0)
+            health = httpx.get(f"{url}/health").json()
+        finally:
+            server.terminate()
+            code = server.wait(60)
+    return report(given, tally, memory, health, code, statistics.mean(served) / statistics.mean(bare))
+
+
+def report(
+    given: argparse.Namespace, tally: Tally, memory: list[float], health: dict[str, Any], code: int, ratio: float
+) -> int:
+    third = max(1, len(memory) // 3)
+    early, late = statistics.median(memory[third : 2 * third]), statistics.median(memory[-third:])
+    faults = tally.outcomes["wrong"] + health["running"] + health["waiting"] + health["engine_failures"] + abs(code)
+    for name, count in sorted(tally.outcomes.items()):
+        print(f"{count:7d}  {name}")
+    for problem in tally.problems:
+        print(f"problem: {problem}")
+    print(f"first draft: {quantiles(tally.first_draft)}")
+    print(f"… less the time in the queue: {quantiles(tally.first_draft_running)}")
+    print(f"memory: {early:.0f} MiB in the second third, {late:.0f} MiB in the last ({100 * (late / early - 1):+.1f}%)")
+    print(f"throughput: {100 * ratio:.0f}% of the bare engine (at least 90% wanted)")
+    result = {
+        "load_test": given.model, "clients": given.clients, "seconds": given.seconds, "outcomes": dict(tally.outcomes),
+        "first_draft_median_s": statistics.median(tally.first_draft) if tally.first_draft else None,
+        "memory_mib": [round(early, 1), round(late, 1)], "throughput_ratio": round(ratio, 3), "faults": faults,
+    }  # fmt: skip
+    print(json.dumps(result))
+    grew = late > 1.1 * early and given.seconds >= 60  # a short run is still warming up
+    return 1 if faults or grew else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

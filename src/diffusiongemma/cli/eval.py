@@ -1,0 +1,129 @@
+"""`dgemma eval`: how good a model is at a task, with confidence intervals. One command a task."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from diffusiongemma.cli.evaluation import EvalOptions, run_sets, with_eval_options
+from diffusiongemma.cli.figures import CaseSet, print_reports, to_json
+from diffusiongemma.errors import InputError
+
+app = typer.Typer(no_args_is_help=True, help="Measure a model: sudoku, infill, svg or arithmetic.")
+
+_SETS = Annotated[list[str] | None, typer.Option("--set", help="One of the built-in sets; may be repeated.")]
+
+
+@app.command("sudoku")
+@with_eval_options
+def sudoku(
+    *,
+    sets: _SETS = None,
+    attempts: Annotated[
+        int, typer.Option(min=1, max=100, help="Also: try a board that breaks the rules again, so often in all.")
+    ] = 1,
+    options: EvalOptions,
+) -> None:
+    """Boards solved, one attempt, givens pinned; `--file` has a puzzle a line, `.` or `0` for empty."""
+    from diffusiongemma.tasks import sudoku as task
+    from diffusiongemma.tasks.sets import take
+
+    files = task.built_in_sets()
+    if options.file is not None:
+        _no_sets(sets)
+        found = [(options.file.name, options.file)]
+    else:
+        found = [(name, files[name]) for name in _chosen(sets, list(files))]
+    made = []
+    for name, path in found:
+        cases = take(task.read_puzzles(path), options.limit, options.seed)
+        made.append(CaseSet(name, cases, task.remarks(cases) if options.file is not None else ()))
+    run_sets(task.Sudoku(attempts), made, options)
+
+
+@app.command("infill")
+@with_eval_options
+def infill(
+    *,
+    sets: _SETS = None,
+    candidates: Annotated[
+        int | None,
+        typer.Option(min=1, max=16, help="Fillings to try, the likeliest counts (1, or what a model needs)."),
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(min=8, help="Prompt tokens at most (what the model was trained with).")
+    ] = None,
+    canvas: Annotated[int | None, typer.Option(min=8, help="Width of the canvas (64; for several lines 128).")] = None,
+    options: EvalOptions,
+) -> None:
+    """Holes in held-out Python: line, lines, inside; `--file` has JSON lines with `prefix`, `suffix`, `target`."""
+    from diffusiongemma.tasks import infill as task
+    from diffusiongemma.tasks.sets import take
+
+    if options.file is not None:
+        _no_sets(sets)
+        found = [(options.file.name, task.read_cases(options.file))]
+    else:
+        found = [(name, task.built_in(name)) for name in _chosen(sets, list(task.KINDS))]
+    made = [CaseSet(name, take(cases, options.limit, options.seed)) for name, cases in found]
+    run_sets(task.Infill(candidates, context, canvas), made, options)
+
+
+@app.command("svg")
+@with_eval_options
+def svg(
+    *,
+    answers: Annotated[
+        Path | None, typer.Option(help="Run nothing: grade what --output kept on a machine without a renderer.")
+    ] = None,
+    options: EvalOptions,
+) -> None:
+    """Icons for held-out names; `--file` has a wish a line, or JSON lines with `prompt`."""
+    from diffusiongemma.tasks import svg as task
+    from diffusiongemma.tasks.icons import Icons, grade_answers, missing_renderer
+
+    missing = missing_renderer()
+    if answers is not None:
+        if missing:
+            raise InputError(f"icons are drawn to be graded, and {', '.join(missing)} is not installed here")
+        if options != EvalOptions(as_json=options.as_json):
+            raise InputError("--answers runs nothing, so only --json has an effect beside it")
+        for set_name, reports in grade_answers(answers).items():
+            one = CaseSet(set_name, reports[0].graded)
+            if options.as_json:
+                print(json.dumps(to_json(Icons(), one, reports, {"answers": str(answers)})), flush=True)
+            else:
+                print_reports(Icons(), one, reports, str(answers))
+        return
+    if missing and (options.output is None or options.plot is not None):
+        raise InputError(
+            f"icons are drawn to be graded, and {', '.join(missing)} is not installed here: keep the answers with "
+            "--output FILE, and grade them elsewhere with --answers FILE"
+        )
+    name = "held-out names" if options.file is None else options.file.name
+    cases = task.cases(options.file, options.limit, options.seed)
+    run_sets(Icons(not missing), [CaseSet(name, cases)], options)
+
+
+@app.command("arithmetic")
+@with_eval_options
+def arithmetic(*, options: EvalOptions) -> None:
+    """Sums and the like, made by the seed; `--file` has JSON lines with `question` and `answer`."""
+    from diffusiongemma.tasks import arithmetic as task
+
+    name = "held-out questions" if options.file is None else options.file.name
+    run_sets(task.Arithmetic(), [CaseSet(name, task.cases(options.file, options.limit, options.seed))], options)
+
+
+def _chosen(wanted: list[str] | None, there: list[str]) -> list[str]:
+    if wrong := [name for name in wanted or () if name not in there]:
+        raise InputError(f"there is no set {wrong[0]!r}; there are: {', '.join(there)}")
+    return list(dict.fromkeys(wanted)) if wanted else there
+
+
+def _no_sets(wanted: list[str] | None) -> None:
+    if wanted:
+        raise InputError("--set and --file exclude each other: give one of the two")

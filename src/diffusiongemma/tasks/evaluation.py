@@ -1,0 +1,239 @@
+"""Many cases through the engine, graded and counted.
+
+A task turns a case into work: a generator that yields the requests it wants run, gets their outcomes, and returns what
+they are worth. Work may ask again (another seed for a board that breaks the rules), so cases advance in rounds: all
+requests of a round are handed in together, and the engine batches them.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from diffusiongemma.engine import Commit, Draft, End, Engine, Event, Metrics, Request, SamplingParams
+from diffusiongemma.engine.events import FinishReason
+from diffusiongemma.errors import DiffusionGemmaError
+from diffusiongemma.tasks.statistics import Figure, figure, mean
+
+SEEDS_A_CASE = 1_000  # case i has the seeds from seed + 1000 i on: the next seed is another attempt
+Progress = Callable[[int, int], None]  # cases of this round that are done, and how many it has
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the cases; what two variants differ in is what is compared."""
+
+    mode: str = "diffusion"
+    steps: int | None = None  # None: what the model's own settings say
+    early_stop: bool = True
+    options: dict[str, Any] = field(default_factory=dict)  # further sampling options of this mode
+
+    @property
+    def label(self) -> str:
+        steps = "" if self.steps is None else f" {self.steps}"
+        return f"{self.mode}{steps}{'' if self.early_stop else ', all steps'}"
+
+    def params(self, base: SamplingParams, **options: Any) -> SamplingParams:
+        """Sampling for one request: `options` are the task's own."""
+        own: dict[str, Any] = {"mode": self.mode}
+        if self.mode == "ar":
+            own["temperature"] = 0.0  # its best guess, unless the options say otherwise
+        else:
+            own["early_stop"] = self.early_stop
+            if self.steps is not None:
+                own["steps"] = self.steps
+        return SamplingParams.build(base, **own | self.options | options)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one request came out."""
+
+    tokens: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    metrics: Metrics
+    score: float | None = None
+
+
+@dataclass(frozen=True)
+class Graded:
+    """What became of a case. Scores are truth values (counted as shares) or numbers (as means)."""
+
+    case: str
+    kind: str
+    seed: int
+    text: str
+    scores: dict[str, bool | float]
+    steps: int  # of the first attempt, all its candidates together
+    decided: int  # tokens that those steps decided on: what was pinned is no work of the model
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+Work = Generator[list[Request], list[Outcome], Graded]
+C = TypeVar("C", contravariant=True)
+
+
+class Task(Protocol[C]):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def headline(self) -> str:
+        """The score that comes first, a truth value."""
+
+    def work(self, engine: Engine, case: C, variant: Variant, seed: int) -> Work: ...
+
+
+@dataclass(frozen=True)
+class Report:
+    """One variant over one set of cases."""
+
+    variant: Variant
+    graded: list[Graded]
+    seconds: float | None  # None: it ran elsewhere
+
+    def figures(self, kind: str | None = None) -> dict[str, Figure]:
+        """Every score, over all cases that have it (of one kind)."""
+        values: dict[str, list[bool | float]] = defaultdict(list)
+        for one in self.graded:
+            if kind in (None, one.kind):
+                for name, value in one.scores.items():
+                    values[name].append(value)
+        return {name: figure(found) for name, found in values.items()}
+
+    @property
+    def kinds(self) -> list[str]:
+        return sorted({one.kind for one in self.graded})
+
+    @property
+    def mean_steps(self) -> Figure:
+        return mean([one.steps for one in self.graded])
+
+    @property
+    def tokens_per_forward(self) -> float:
+        steps = sum(one.steps for one in self.graded)
+        return sum(one.decided for one in self.graded) / steps if steps else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        v = self.variant
+        kinds = {k: {n: f.to_dict() for n, f in self.figures(k).items()} for k in self.kinds}
+        return {
+            "variant": v.label,
+            "mode": v.mode,
+            "steps_limit": v.steps,
+            "early_stop": v.early_stop if v.mode == "diffusion" else None,
+            "options": v.options,
+            "cases": len(self.graded),
+            "figures": {name: f.to_dict() for name, f in self.figures().items()},
+            "kinds": kinds if len(kinds) > 1 else {},
+            "steps": self.mean_steps.to_dict(),
+            "tokens_per_forward": self.tokens_per_forward,
+            "seconds": self.seconds,
+            "seconds_per_case": self.seconds / len(self.graded) if self.graded and self.seconds is not None else None,
+        }
+
+
+def evaluate(
+    engine: Engine,
+    task: Task[C],
+    cases: Sequence[C],
+    variant: Variant,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Report:
+    """All cases, in as few rounds as their work needs. The same seed gives the same report, seconds aside."""
+    began = time.perf_counter()
+    works = [task.work(engine, case, variant, seed + SEEDS_A_CASE * i) for i, case in enumerate(cases)]
+    graded: dict[int, Graded] = {}
+    waiting: dict[int, list[Request]] = {}
+    for i, work in enumerate(works):
+        _advance(i, work, None, waiting, graded)
+    while waiting:
+        asked = waiting
+        outcomes = _run_round(engine, list(asked.values()), progress)
+        waiting = {}
+        for (i, _), found in zip(asked.items(), outcomes, strict=True):
+            _advance(i, works[i], found, waiting, graded)
+    return Report(variant, [graded[i] for i in range(len(cases))], time.perf_counter() - began)
+
+
+def _advance(
+    i: int, work: Work, outcomes: list[Outcome] | None, waiting: dict[int, list[Request]], graded: dict[int, Graded]
+) -> None:
+    try:
+        waiting[i] = next(work) if outcomes is None else work.send(outcomes)
+    except StopIteration as end:
+        graded[i] = end.value
+
+
+def _run_round(engine: Engine, groups: list[list[Request]], progress: Progress | None) -> list[list[Outcome]]:
+    """Requests of a group share their prompt."""
+    inbox: queue.SimpleQueue[tuple[int, int, Event]] = queue.SimpleQueue()
+
+    def forward_to(group: int) -> Callable[[int, Event], None]:
+        return lambda member, event: inbox.put((group, member, event))
+
+    handles, missing = [], [len(group) for group in groups]
+    tokens: dict[tuple[int, int], list[int]] = defaultdict(list)
+    texts: dict[tuple[int, int], str] = defaultdict(str)
+    ends: dict[tuple[int, int], End] = {}
+    try:
+        with held(engine):
+            for g, group in enumerate(groups):
+                handles.append(engine.submit_group(group, forward_to(g)))
+        while len(ends) < sum(map(len, groups)):
+            g, m, event = inbox.get()
+            if isinstance(event, Commit):
+                tokens[g, m] += event.tokens
+                texts[g, m] += event.text
+            elif isinstance(event, End):
+                if event.finish_reason == "error":
+                    raise DiffusionGemmaError(f"a case failed: {event.error}")
+                ends[g, m] = event
+                missing[g] -= 1
+                if progress is not None and not missing[g]:
+                    progress(missing.count(0), len(groups))
+    finally:
+        for group_handles in handles:
+            for handle in group_handles:
+                handle.cancel()  # those that ended do not mind
+
+    def outcome(g: int, m: int) -> Outcome:
+        end, sequence = ends[g, m], handles[g][m].sequence
+        score = sequence.score if sequence is not None else None
+        return Outcome(tuple(tokens[g, m]), texts[g, m], end.finish_reason, end.metrics, score)
+
+    return [[outcome(g, m) for m in range(len(group))] for g, group in enumerate(groups)]
+
+
+@contextmanager
+def held(engine: Engine) -> Iterator[None]:
+    """Keep the engine's thread waiting while requests are handed in.
+
+    Which requests share a batch then no longer depends on how fast they came. On a CPU that changes no bit; on a GPU
+    sums are formed in an order that depends on the batch, so that without this no figure could be had twice.
+    """
+    arrived, go_on = threading.Event(), threading.Event()
+
+    def stop_at_the_first_draft(event: Event) -> None:
+        arrived.set()
+        if isinstance(event, Draft):
+            go_on.wait()
+
+    params = SamplingParams(max_new_tokens=1, steps=1, canvas=1, seed=0)
+    handle = engine.submit(Request((0,), params), stop_at_the_first_draft)
+    try:
+        arrived.wait()
+        yield
+    finally:
+        handle.cancel()
+        go_on.set()

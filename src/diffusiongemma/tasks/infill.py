@@ -1,0 +1,169 @@
+"""Holes in Python code: whole lines, several lines, or part of a line, of a length that the model must find itself.
+
+Three scores: the filling is the text that was there (white space at its end aside); how near it is, as one minus the
+edit distance over the longer length; and whether Python parses the whole file with the filling in it.
+"""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from diffusiongemma.engine import Candidate, Engine
+from diffusiongemma.engine.candidates import Try, judge
+from diffusiongemma.engine.events import End
+from diffusiongemma.engine.infill import plan_infill
+from diffusiongemma.errors import DataError, InputError
+from diffusiongemma.tasks import format
+from diffusiongemma.tasks.evaluation import Graded, Outcome, Variant, Work
+from diffusiongemma.tasks.sets import BUILT_IN, read_json_lines
+from diffusiongemma.text.exact import partial_tokens
+from diffusiongemma.text.fim import FimTokens
+
+KINDS = ("line", "lines", "inside")
+FILE = BUILT_IN / "infill.jsonl.gz"
+CANVAS = {"line": format.INFILL_CANVAS, "inside": format.INFILL_CANVAS, "lines": format.BLOCK_CANVAS}
+
+
+@dataclass(frozen=True)
+class InfillCase:
+    name: str
+    kind: str
+    prefix: str
+    suffix: str
+    target: str
+
+    @property
+    def whole(self) -> str:
+        return self.prefix + self.target + self.suffix
+
+
+def built_in(kind: str) -> list[InfillCase]:
+    """The held-out holes of one kind: the file keeps each document once, and the places of the holes in it."""
+    if kind not in KINDS:
+        raise InputError(f"there is no infill set {kind!r}; there are: {', '.join(KINDS)}")
+    if not FILE.is_file():
+        raise DataError(
+            f"{FILE.name} is not part of this build: make it with `python -m diffusiongemma.train.data infill`"
+        )
+    cases = []
+    for _, row in read_json_lines(FILE, ("package", "path", "text")):
+        text = row["text"]
+        for hole in row["holes"]:
+            first, end = hole["first"], hole["end"]
+            if hole["kind"] == kind:
+                name = f"{row['package']}/{row['path']}:{text.count(chr(10), 0, first) + 1}"
+                cases.append(InfillCase(name, kind, text[:first], text[end:], text[first:end]))
+    return cases
+
+
+def read_cases(path: Path) -> list[InfillCase]:
+    """JSON lines with `prefix`, `suffix`, `target`; `kind` (line, lines, inside; else line) chooses the canvas."""
+    cases = []
+    for number, row in read_json_lines(path, ("prefix", "suffix", "target")):
+        kind = row.get("kind", "line")
+        if kind not in KINDS:
+            raise DataError(f"{path}, line {number}: kind must be one of {', '.join(KINDS)}, got {kind!r}")
+        cases.append(InfillCase(f"line {number}", kind, row["prefix"], row["suffix"], row["target"]))
+    if not cases:
+        raise DataError(f"{path} holds no case")
+    return cases
+
+
+# ---- grading ---------------------------------------------------------------------------------------------------------
+
+
+def parses(text: str) -> bool:
+    """Whether this is Python."""
+    try:
+        with warnings.catch_warnings():  # an invalid escape in somebody's file is none of ours
+            warnings.simplefilter("ignore")
+            ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
+
+
+def edit_distance(a: str, b: str) -> int:
+    """Levenshtein's: insertions, deletions and replacements. One row of the table at a time."""
+    if len(a) < len(b):
+        a, b = b, a
+    if not b:
+        return len(a)
+    letters = np.frombuffer(b.encode("utf-32-le", "surrogatepass"), np.uint32)
+    at = np.arange(len(b) + 1)
+    row = at.copy()
+    for i, letter in enumerate(a, 1):
+        new = np.minimum(row[1:] + 1, row[:-1] + (letters != ord(letter)))
+        new = np.concatenate([[i], new])
+        # An insertion adds one to the left neighbour: a running minimum of what each would be without its own offset.
+        row = np.minimum.accumulate(new - at) + at
+    return int(row[-1])
+
+
+def similarity(a: str, b: str) -> float:
+    """1: equal, 0: nothing in common."""
+    longest = max(len(a), len(b))
+    return 1.0 - edit_distance(a, b) / longest if longest else 1.0
+
+
+def grade(case: InfillCase, text: str) -> dict[str, bool | float]:
+    """`parses` is asked only where the original does."""
+    got, wanted = text.rstrip(), case.target.rstrip()
+    scores: dict[str, bool | float] = {"exact": got == wanted, "similarity": similarity(got, wanted)}
+    if parses(case.whole):
+        scores["parses"] = parses(case.prefix + text + case.suffix)
+    return scores
+
+
+# ---- asking ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Infill:
+    """`candidates`: fillings to try, of which the likeliest counts (None: 1 for a model that ends holes itself).
+    `context`: prompt tokens at most (None: what the model was trained with)."""
+
+    candidates: int | None = None
+    context: int | None = None
+    canvas: int | None = None
+    name: str = "infill"
+    headline: str = "exact"
+
+    def work(self, engine: Engine, case: InfillCase, variant: Variant, seed: int) -> Work:
+        tries = self.plan(engine, case, variant, seed)
+        outcomes = yield [one.request for one in tries]
+        steps = sum(outcome.metrics.steps for outcome in outcomes)
+        found = _judge(engine, tries, outcomes)
+        if all(candidate.texts is None for candidate in found):  # as the engine does it
+            parts = {*tries[0].request.forbidden, *partial_tokens(engine.tokenizer)}
+            whole = [replace(one.request, forbidden=tuple(sorted(parts))) for one in tries]
+            outcomes = yield whole
+            steps += sum(outcome.metrics.steps for outcome in outcomes)
+            found = _judge(engine, tries, outcomes)
+        best = max(found, key=lambda candidate: candidate.rank)
+        text = best.texts[0] if best.texts is not None else ""
+        scores = grade(case, text) | {"finished": best.finish_reason == "stop"}
+        return Graded(case.name, case.kind, seed, text, scores, steps, len(best.fillings[0]))
+
+    def plan(self, engine: Engine, case: InfillCase, variant: Variant, seed: int) -> list[Try]:
+        width = min(self.canvas or CANVAS[case.kind], engine.model.config.canvas_length)
+        ends_itself = FimTokens.of(engine.tokenizer) is not None
+        options = {"max_new_tokens": width - 2 if ends_itself else width}  # the line break before and eos behind
+        if ends_itself and variant.mode == "diffusion":
+            options["canvas"] = width
+        params = variant.params(engine.params, seed=seed, **options)
+        candidates = self.candidates or (1 if ends_itself else None)
+        return plan_infill(engine, case.prefix, case.suffix, params, candidates, drafts=False, context=self.context)
+
+
+def _judge(engine: Engine, tries: Sequence[Try], outcomes: Sequence[Outcome]) -> list[Candidate]:
+    return [
+        judge(engine, one, outcome.tokens, End(outcome.finish_reason, outcome.metrics), outcome.score)
+        for one, outcome in zip(tries, outcomes, strict=True)
+    ]

@@ -1,0 +1,260 @@
+"""`dgemma eval`: figures as tables, JSON, plots and files; flags that have no effect are refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from diffusiongemma.cli import app, figures, main
+from diffusiongemma.cli.evaluation import EvalOptions
+from diffusiongemma.cli.figures import CaseSet, early_stop_costs
+from diffusiongemma.engine import Engine
+from diffusiongemma.errors import ConfigError, DataError, InputError
+from diffusiongemma.tasks import icons
+from diffusiongemma.tasks.evaluation import Graded, Report, Variant
+from diffusiongemma.tasks.sudoku import Sudoku
+from tasks.oracle import Oracle
+
+MODEL = ("--model", "random:tiny")
+PUZZLE = "53..7....6..195....98....6.8...6...34..8.3..17...2...6.6....28....419..5....8..79"
+SOLUTION = "534678912672195348198342567859761423426853791713924856961537284287419635345286179"
+
+
+def run(*args: str) -> Result:
+    result = CliRunner().invoke(app, ["eval", *args], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def rows(*args: str) -> list[dict]:
+    return [json.loads(line) for line in run(*args, "--json").stdout.splitlines()]
+
+
+@pytest.fixture
+def oracle(monkeypatch: pytest.MonkeyPatch) -> list[Oracle]:
+    """Engines that solve the one puzzle above in diffusion, and never as the twin."""
+    made = []
+
+    def load(*args: object, **options: object) -> Engine:
+        made.append(Oracle(lambda request: SOLUTION if request.params.mode == "diffusion" else "1" * 81))
+        return made[-1]
+
+    monkeypatch.setattr(Engine, "load", load)
+    return made
+
+
+@pytest.fixture
+def puzzles(tmp_path: Path) -> str:
+    file = tmp_path / "mine.txt"
+    file.write_text(f"{PUZZLE}\n{'.' * 81}\n55{'.' * 79}\n")
+    return str(file)
+
+
+# ---- what is told ----------------------------------------------------------------------------------------------------
+
+
+def test_json_has_every_figure_with_its_interval(oracle: list[Oracle], puzzles: str) -> None:
+    (got,) = rows("sudoku", "--file", puzzles, "--mode", "both", "--seed", "4")
+    assert (got["task"], got["set"], got["seed"], got["device"]) == ("sudoku", "mine.txt", 4, "cpu")
+    assert [run["variant"] for run in got["runs"]] == ["diffusion", "ar"]
+    diffusion, twin = (run["figures"]["solved"] for run in got["runs"])
+    assert (diffusion["value"], diffusion["count"]) == (pytest.approx(2 / 3), 3)
+    assert diffusion["low"] < diffusion["value"] < diffusion["high"]
+    assert twin["value"] == 0
+    assert got["runs"][0]["steps"]["value"] == 3
+    assert got["runs"][0]["tokens_per_forward"] == pytest.approx((51 + 81 + 79) / 9)  # givens are no work of the model
+    assert [remark.split(":")[0] for remark in got["remarks"]] == [
+        "line 2 has several solutions",
+        "line 3 has no solution",
+    ]
+    assert [request.params.seed for request in oracle[0].asked[:3]] == [4, 1004, 2004]
+
+
+def test_tables_stay_whole_in_80_columns(oracle: list[Oracle], puzzles: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = run("sudoku", "--file", puzzles, "--mode", "both", "--all-steps", "--attempts", "3").stdout
+    for word in ("solved", "solved within 3", "66.7%", "20.8–93.9", "all steps", "ar", "tokens per forward", "seconds"):
+        assert word in text
+    assert "…" not in text
+    assert "the early stop of 'diffusion' costs +0.00 points of 'solved' (+0.00 to +0.00)" in text
+    many = run("sudoku", "--file", puzzles, "--steps", "1,2,3,4,8").stdout
+    assert many.count("66.7%") == 5
+    assert "diffusion 8" in many
+
+
+def test_remarks_are_told_beside_the_table(oracle: list[Oracle], puzzles: str) -> None:
+    result = run("sudoku", "--file", puzzles)
+    assert "line 3 has no solution" in result.stderr
+    assert "line" not in result.stdout
+
+
+def test_attempts_are_reported_beside_the_one(oracle: list[Oracle], puzzles: str) -> None:
+    (got,) = rows("sudoku", "--file", puzzles, "--attempts", "2")
+    found = got["runs"][0]["figures"]
+    assert found.keys() == {"solved", "solved within 2", "attempts"}
+    assert found["attempts"]["value"] == pytest.approx(4 / 3)
+
+
+def test_cases_are_written_one_by_one(oracle: list[Oracle], puzzles: str, tmp_path: Path) -> None:
+    out = tmp_path / "cases.jsonl"
+    for _ in range(2):  # the second run takes the place of the first
+        run("sudoku", "--file", puzzles, "--output", str(out), "--mode", "both")
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["variant"], row["case"], row["scores"]["solved"]) for row in found] == [
+        ("diffusion", "line 1", True),
+        ("diffusion", "line 2", True),
+        ("diffusion", "line 3", False),
+        ("ar", "line 1", False),
+        ("ar", "line 2", False),
+        ("ar", "line 3", False),
+    ]
+    assert found[0]["text"] == SOLUTION
+
+
+def test_the_plot_shows_steps_against_the_first_figure(oracle: list[Oracle], puzzles: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "steps.png"
+    (got,) = rows("sudoku", "--file", puzzles, "--plot", str(file))
+    assert file.read_bytes().startswith(b"\x89PNG")
+    assert [run["steps_limit"] for run in got["runs"]] == [1, 2, 4, 8, 16, 24, 32, 48]  # up to the model's own number
+    (got,) = rows("sudoku", "--file", puzzles, "--plot", str(file), "--steps", "3,5", "--all-steps")
+    assert [(run["steps_limit"], run["early_stop"]) for run in got["runs"]] == [
+        (3, True), (5, True), (3, False), (5, False),
+    ]  # fmt: skip
+    assert got["early_stop_cost_points"].keys() == {"diffusion 3", "diffusion 5"}
+
+
+def test_without_matplotlib_the_plot_is_refused_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    with pytest.raises(InputError, match=r"pip install 'diffusiongemma\[train\]'"):
+        EvalOptions(plot=tmp_path / "a.png").check()
+    with pytest.raises(InputError, match="needs matplotlib"):
+        figures.import_pyplot()
+
+
+def test_icons_are_graded_where_there_is_a_renderer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("resvg_py")
+    drawn = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 24 24"><path d="M2 2h12v12H2z"/></svg>'
+
+    def load(*args: object, **options: object) -> Engine:
+        return Oracle(lambda request: drawn if request.params.seed % 2000 else "<svg")
+
+    monkeypatch.setattr(Engine, "load", load)
+    out = tmp_path / "icons.jsonl"
+    here = rows("svg", "--limit", "4", "--all-steps", "--output", str(out))
+    assert here[0]["runs"][0]["figures"]["visible"]["value"] == 0.5
+    monkeypatch.setattr(icons, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match="keep the answers with --output"):
+        run("svg", "--limit", "4")
+    away = rows("svg", "--limit", "4", "--all-steps", "--output", str(out))
+    assert away[0]["runs"][0]["figures"] == {}
+    assert "not graded here" in run("svg", "--limit", "4", "--output", str(tmp_path / "more.jsonl")).stdout
+    with pytest.raises(InputError, match="not installed here"):
+        run("svg", "--answers", str(out))
+    monkeypatch.undo()
+    (later,) = rows("svg", "--answers", str(out))
+    for name in ("figures", "steps", "tokens_per_forward", "variant", "early_stop"):
+        assert [one[name] for one in later["runs"]] == [one[name] for one in here[0]["runs"]]
+    assert later["early_stop_cost_points"] == here[0]["early_stop_cost_points"]
+    assert "50.0%" in run("svg", "--answers", str(out)).stdout
+    with pytest.raises(InputError, match="only --json has an effect"):
+        run("svg", "--answers", str(out), "--limit", "3")
+    for wrong, says in (('{"task": "svg"}', "a JSON object with the texts"), ("", "holds no answers")):
+        out.write_text(wrong)
+        with pytest.raises(DataError, match=says):
+            run("svg", "--answers", str(out))
+
+
+def test_the_cost_of_the_early_stop_is_what_all_steps_gain() -> None:
+    def report(early: bool, hits: list[bool]) -> Report:
+        graded = [Graded(str(i), "", i, "", {"solved": hit}, 1, 1) for i, hit in enumerate(hits)]
+        return Report(Variant("diffusion", None, early), graded, 1.0)
+
+    reports = [report(True, [True, False, False, True]), report(False, [True, True, False, True])]
+    (cost,) = early_stop_costs(Sudoku(), reports).values()
+    assert cost.value == pytest.approx(25.0)  # stopping early loses one case of four
+    assert early_stop_costs(Sudoku(), reports[:1]) == {}
+
+
+# ---- real engines ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("task", "mode"),
+    [("sudoku", "diffusion"), ("infill", "diffusion"), ("arithmetic", "both"), ("svg", "diffusion"), ("sudoku", "ar")],
+)
+def test_every_task_runs_on_a_model_and_twice_the_same(task: str, mode: str) -> None:
+    args = (*MODEL, "--limit", "2", "--mode", mode, *(("--steps", "2") if mode != "ar" else ()))
+    sets = {"sudoku": ("--set", "own_36_46"), "infill": ("--set", "line")}
+    first, again = (rows(task, *args, *sets.get(task, ())) for _ in range(2))
+    for report in (*first, *again):
+        for one in report["runs"]:
+            del one["seconds"], one["seconds_per_case"]
+    assert first == again
+    assert first[0]["runs"][0]["cases"] == 2
+
+
+def test_all_built_in_sets_are_run_unless_some_are_named() -> None:
+    quick = (*MODEL, "--limit", "1", "--steps", "1")
+    one = (*quick, "--candidates", "1")
+    assert [row["set"] for row in rows("infill", *one)] == ["line", "lines", "inside"]
+    assert [row["set"] for row in rows("infill", *one, "--set", "inside", "--set", "line")] == ["inside", "line"]
+    assert len(rows("sudoku", *quick)) == 4
+
+
+def test_options_reach_the_sampler() -> None:
+    args = ("arithmetic", *MODEL, "--limit", "2", "--steps", "5")
+    (got,) = rows(*args, "-o", "stability=0", "-o", "confidence=100", "--mode", "both", "-o", "temperature=0.5")
+    diffusion, twin = got["runs"]
+    assert diffusion["steps"]["value"] == 1
+    assert (diffusion["options"], twin["options"]) == ({"stability": 0, "confidence": 100}, {"temperature": 0.5})
+
+
+# ---- mistakes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["sudoku", "--mode", "magic"], "--mode must be one of"),
+        (["sudoku", "--mode", "ar", "--steps", "4"], "--steps has no effect with --mode ar"),
+        (["sudoku", "--mode", "ar", "--all-steps"], "--all-steps has no effect"),
+        (["sudoku", "--steps", "4,x"], "--steps must be numbers"),
+        (["sudoku", "--steps", "0"], "--steps must be numbers"),
+        (["sudoku", "--set", "easy"], "there is no set 'easy'; there are: gymnasium_sudoku"),
+        (["sudoku", "--set", "own_36_46", "--file", "x.txt"], "exclude each other"),
+        (["sudoku", "--file", "no-such-file.txt"], "cannot read no-such-file.txt"),
+        (["infill", "--set", "word"], "there is no set 'word'"),
+        (["sudoku", "--plot", "a.txt"], "--plot must name a .png"),
+        (["sudoku", "--output", "no/such/folder/a.jsonl"], "does not exist"),
+        (["sudoku", "--output", "."], "cannot write"),
+        (["sudoku", "-o", "canvas=12"], "that the task does not set"),
+        (["sudoku", "-o", "entropy_bound"], "--option takes NAME=NUMBER"),
+        (["sudoku", "-o", "entropy_bound=low"], "is not a number"),
+        (["sudoku", "-o", "temperature=1"], "temperature has no effect in mode 'diffusion'"),
+        (["sudoku", "-o", "colour=1"], "colour: there is no such option"),
+        (["sudoku", "-o", "t_max=-1"], "t_max must be"),
+    ],
+)
+def test_mistakes_are_one_message(
+    args: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Engine, "load", lambda *args, **options: pytest.fail("a model was loaded for nothing"))
+    monkeypatch.setattr("sys.argv", ["dgemma", "eval", *args, *MODEL])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert says in err
+
+
+def test_case_sets_and_options_have_plain_defaults() -> None:
+    assert CaseSet("a", [1]).remarks == ()
+    assert EvalOptions().sampling() == {"diffusion": {}}
+    with pytest.raises(ConfigError, match="no such option"):
+        EvalOptions(option=["colour=1"]).sampling()

@@ -1,0 +1,205 @@
+"""`dgemma svg`: files, exit codes and remarks. An engine that answers with given texts stands in for a trained one."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner, Result
+
+from diffusiongemma.cli import app, show
+from diffusiongemma.cli.options import Settings
+from diffusiongemma.cli.show import Json
+from diffusiongemma.cli.svg import check_target, draw, free_name, preview
+from diffusiongemma.engine import Draft, Engine, Event, Request
+from diffusiongemma.errors import DiffusionGemmaError, InputError
+from diffusiongemma.tasks.svg import document, grade
+from diffusiongemma.tasks.svg_render import coverage
+
+QUICK = ("--model", "random:tiny", "--steps", "1", "--max-new-tokens", "8")
+FILLED = '<svg viewBox="0 0 24 24"><path fill="currentColor" d="M4 4h16v16H4z"/></svg>'
+FLAWED = FILLED.replace("<path", '<path onclick="alert(1)"')
+BROKEN = FILLED[:-9]
+
+
+def run(*args: str) -> Result:
+    return CliRunner().invoke(app, ["svg", *args, *QUICK])
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def answer_with(monkeypatch: pytest.MonkeyPatch, texts: Sequence[str]) -> list[int | None]:
+    """The real request runs, and its text is replaced: everything but the weights is the real thing."""
+    asked: list[int | None] = []
+    real = show.follow
+
+    def follow(engine: Engine, request: Request, settings: Settings) -> show.Answer:
+        answer = real(engine, request, settings)
+        answer.text = texts[len(asked)]
+        asked.append(request.params.seed)
+        return answer
+
+    monkeypatch.setattr(show, "follow", follow)
+    return asked
+
+
+def test_writes_a_clean_svg_and_its_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer_with(monkeypatch, [FILLED])
+    result = run("Bell, outline", "--size", "64", "--seed", "3")
+    assert result.exit_code == 0, result.output
+    assert Path("bell-outline.svg").read_text() == document(FILLED, 64)
+    with Image.open("bell-outline.png") as image:
+        assert image.size == (64, 64)
+        assert image.convert("RGB").getpixel((0, 0)) == (255, 255, 255)
+        assert image.convert("RGB").getpixel((32, 32)) == (0, 0, 0)
+    assert sorted(path.name for path in Path().iterdir()) == ["bell-outline.png", "bell-outline.svg"]
+    assert "wrote bell-outline.svg and bell-outline.png" in result.stderr
+    assert "attempt 1 of 1, seed 3" in result.stderr
+
+
+def test_nothing_is_overwritten_unless_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer_with(monkeypatch, [FILLED] * 3)
+    Path("bell.png").write_text("mine")
+    assert run("bell", "--no-png").exit_code == 0
+    assert run("bell", "--no-png").exit_code == 0
+    assert sorted(path.name for path in Path().iterdir()) == ["bell-2.svg", "bell-3.svg", "bell.png"]
+    Path("x.svg").write_text("old")
+    assert run("bell", "--no-png", "--out", "x.svg").exit_code == 0
+    assert Path("x.svg").read_text() == document(FILLED, 256)
+
+
+def test_an_answer_that_cannot_be_drawn_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer_with(monkeypatch, [BROKEN])
+    result = run("bell", "--seed", "5")
+    assert result.exit_code == 1
+    assert [path.name for path in Path().iterdir()] == ["bell.raw.txt"]
+    assert Path("bell.raw.txt").read_text() == BROKEN
+    assert "no icon: not well-formed" in result.stderr
+    assert "seed 5" in result.stderr
+    assert "bell.raw.txt" in result.stderr
+
+
+def test_what_is_not_allowed_is_left_out_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer_with(monkeypatch, [FLAWED])
+    result = run("bell")
+    assert result.exit_code == 0
+    assert Path("bell.svg").read_text() == document(FILLED, 256)
+    assert Path("bell.raw.txt").read_text() == FLAWED
+    assert "not allowed: onclick" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("texts", "attempts", "seeds", "kept"),
+    [
+        ([BROKEN, FLAWED, FILLED, BROKEN], 4, [7, 8, 9], FILLED),
+        ([FLAWED, BROKEN], 2, [7, 8], FLAWED),  # the best of them
+        ([FILLED], 4, [7], FILLED),
+    ],
+)
+def test_attempts_take_the_next_seed(
+    texts: list[str], attempts: int, seeds: list[int], kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = answer_with(monkeypatch, texts)
+    result = run("bell", "--seed", "7", "--attempts", str(attempts), "--json", "--no-png")
+    assert result.exit_code == 0, result.output
+    assert asked == seeds
+    report = json.loads(result.stdout.splitlines()[-1])
+    assert report["kind"] == "icon"
+    assert report["attempts"] == len(seeds)
+    assert report["seed"] == seeds[texts.index(kept)]
+    assert report["svg"] == "bell.svg"
+    assert report["png"] is None
+    assert report["grade"]["ok"] is grade(kept).ok
+    assert report["raw"] == (None if grade(kept).ok else "bell.raw.txt")
+
+
+def test_a_fresh_seed_is_counted_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = answer_with(monkeypatch, [BROKEN] * 3)
+    assert run("bell", "--attempts", "3").exit_code == 1
+    assert asked[0] is None
+    assert asked[1] is not None
+    assert asked[2] == asked[1] + 1
+
+
+def test_random_weights_draw_nothing_but_the_whole_command_runs() -> None:
+    result = run("bell", "--seed", "1", "--json")
+    assert result.exit_code == 1
+    events = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [event["kind"] for event in events][-2:] == ["end", "icon"]
+    assert events[-1]["svg"] is None
+    assert Path(events[-1]["raw"]).read_text(encoding="utf-8") == events[-2]["text"]
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["bell", "--out", "bell.png"], "must name an .svg"),
+        (["bell", "--out", "no/such/x.svg"], "does not exist"),
+        ([" "], "nothing to draw"),
+        (["bell", "--temperature", "1"], "no effect in mode 'diffusion'"),
+    ],
+)
+def test_mistakes_are_named_errors(args: list[str], says: str) -> None:
+    result = run(*args)
+    assert isinstance(result.exception, DiffusionGemmaError)
+    assert says in str(result.exception)
+    assert list(Path().iterdir()) == []
+
+
+@pytest.mark.parametrize("args", [["bell", "--size", "3"], ["bell", "--attempts", "0"], []])
+def test_ranges(args: list[str]) -> None:
+    assert run(*args).exit_code == 2
+
+
+def test_a_file_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer_with(monkeypatch, [FILLED])
+    Path("x.svg").mkdir()
+    result = run("bell", "--out", "x.svg")
+    assert isinstance(result.exception, InputError)
+    assert "cannot write" in str(result.exception)
+
+
+def test_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    def take(self: Json, event: Event, new_text: str) -> None:
+        if isinstance(event, Draft) and event.step == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Json, "take", take)
+    options = ("--model", "random:tiny", "--json", "--steps", "5000", "--no-early-stop")
+    result = CliRunner().invoke(app, ["svg", "bell", *options])
+    assert result.exit_code == 130
+    assert list(Path().iterdir()) == []
+
+
+def test_names() -> None:
+    assert free_name("Bell, outline!") == Path("bell-outline.svg")
+    assert free_name("../../etc/passwd") == Path("etc-passwd.svg")
+    assert free_name("日本") == Path("icon.svg")
+    assert len(free_name("x" * 500).name) <= 64
+    assert check_target(Path("a.SVG")) == Path("a.SVG")
+
+
+def test_preview_in_half_blocks() -> None:
+    assert preview([[1, 0, 1], [1, 1, 0], [0, 0, 1]]).plain == "█▄▀\n  ▀"
+
+
+def test_terminal_shows_the_picture(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from diffusiongemma.tasks.svg import render
+
+    answer_with(monkeypatch, [FILLED])
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    settings = Settings(model="random:tiny", options=dict(steps=1, max_new_tokens=8, seed=0))
+    with settings.load() as engine:
+        drawn = draw(engine, "bell", settings, Path("bell.svg"))
+    assert drawn is not None
+    assert drawn.svg == Path("bell.svg")
+    picture = preview(coverage(render(FILLED, 32)).tolist()).plain.strip("\n")
+    assert picture in capsys.readouterr().out
+    assert "█" * 20 in picture

@@ -1,0 +1,208 @@
+"""Holes as a task: the grader, the built-in cases, and that the model is asked as training asked it."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diffusiongemma.errors import DataError, InputError
+from diffusiongemma.tasks import format
+from diffusiongemma.tasks import infill as task
+from diffusiongemma.tasks.evaluation import Variant, evaluate
+from diffusiongemma.tasks.infill import (
+    Infill,
+    InfillCase,
+    built_in,
+    edit_distance,
+    grade,
+    parses,
+    read_cases,
+    similarity,
+)
+from engine.holes import tokenizer
+from tasks.oracle import Oracle, real_engine
+
+WORDS = st.text("abcß東 \n", max_size=12)
+LINE = InfillCase("a", "line", "def f(x):\n", "\n    return y\n", "    y = x + 1")
+FAST = Variant("diffusion", 2)
+
+
+# ---- grading ---------------------------------------------------------------------------------------------------------
+
+
+def slow_distance(a: str, b: str) -> int:
+    if not a or not b:
+        return len(a) + len(b)
+    rest = slow_distance(a[1:], b[1:]) + (a[0] != b[0])
+    return rest if a[0] == b[0] else min(rest, slow_distance(a[1:], b) + 1, slow_distance(a, b[1:]) + 1)
+
+
+@given(st.text("ab東", max_size=6), st.text("ab東", max_size=6))
+def test_the_edit_distance_is_levenshteins(a: str, b: str) -> None:
+    assert edit_distance(a, b) == slow_distance(a, b)
+
+
+@given(WORDS, WORDS, WORDS)
+def test_the_edit_distance_is_a_distance(a: str, b: str, c: str) -> None:
+    assert edit_distance(a, a) == 0
+    assert edit_distance(a, b) == edit_distance(b, a) <= max(len(a), len(b))
+    assert edit_distance(a, c) <= edit_distance(a, b) + edit_distance(b, c)
+    assert 0 <= similarity(a, b) <= 1
+    assert (similarity(a, b) == 1) == (a == b)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "d"), [("kitten", "sitting", 3), ("flaw", "lawn", 2), ("", "abc", 3), ("é", "e", 1)]
+)
+def test_known_distances(a: str, b: str, d: int) -> None:
+    assert edit_distance(a, b) == d
+
+
+def test_lone_surrogates_are_no_reason_to_fail() -> None:
+    assert edit_distance("\ud800", "a") == 1
+    assert not parses("x = '\ud800'")
+
+
+@pytest.mark.parametrize(
+    ("text", "exact", "parsed"),
+    [
+        ("    y = x + 1", True, True),
+        ("    y = x + 1  ", True, True),  # white space at the end is no difference
+        ("y = x + 1", False, False),  # white space at the beginning is: it is Python
+        ("    y = (x + 1", False, False),
+        ("    y = x\n    y += 1", False, True),
+        ("", False, True),
+        ("    y = '\0'", False, False),
+    ],
+)
+def test_grades(text: str, exact: bool, parsed: bool) -> None:
+    scores = grade(LINE, text)
+    assert (scores["exact"], scores["parses"]) == (exact, parsed)
+    assert (scores["similarity"] == 1.0) == exact
+
+
+def test_parsing_is_not_asked_where_the_original_does_not_parse() -> None:
+    assert "parses" not in grade(InfillCase("a", "line", "def f(:\n", "\n", "    pass"), "    pass")
+    assert not parses("(" * 5_000)  # deeper than Python goes: an answer, not a crash
+
+
+# ---- asking ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "width"), [("line", 64), ("inside", 64), ("lines", 128)])
+def test_prompts_are_those_of_training(kind: str, width: int) -> None:
+    with real_engine(holes=True) as engine:
+        encode = engine.tokenizer.encode
+        before, after = "a = 1\n" * 200, "\nb = 2" * 100
+        (one,) = Infill().plan(engine, InfillCase("a", kind, before, after, "x"), FAST, seed=3)
+        room, wish = 384 - 3, int(0.4 * 384)
+        body = before.removesuffix("\n")  # the hole begins with the line break, as whole lines do
+        expected = format.infill_prompt(encode(body)[-(room - wish) :], encode(after)[:wish])
+        assert list(one.request.prompt) == [
+            {format.FIM_PREFIX: engine.tokenizer.special["<|fim_prefix|>"],
+             format.FIM_SUFFIX: engine.tokenizer.special["<|fim_suffix|>"]}.get(token, token)
+            for token in expected
+        ]  # fmt: skip
+        assert len(one.request.prompt) == 384
+        assert one.request.params.canvas == width
+        assert one.request.params.max_new_tokens < width  # eos has room
+        (narrow,) = Infill(context=100, canvas=32).plan(engine, InfillCase("a", kind, before, after, "x"), FAST, 3)
+        assert (len(narrow.request.prompt), narrow.request.params.canvas) == (100, 32)
+
+
+def test_the_line_break_before_the_hole_is_no_part_of_the_answer() -> None:
+    for variant in (FAST, Variant("ar")):
+        oracle = Oracle(lambda request: "\n" + LINE.target, tokenizer("fim_suffix_first"))
+        (got,) = evaluate(oracle, Infill(), [LINE], variant).graded
+        assert got.text == LINE.target
+        assert got.scores == {"exact": True, "similarity": 1.0, "parses": True, "finished": True}
+        assert oracle.tokenizer.decode(oracle.asked[0].prompt) == LINE.suffix + LINE.prefix.removesuffix("\n")
+
+
+def test_inside_a_line_nothing_is_moved() -> None:
+    case = InfillCase("a", "inside", "if x:\n    ", " = 1\n", "y")
+    oracle = Oracle(lambda request: "y", tokenizer("fim_suffix_first"))
+    (got,) = evaluate(oracle, Infill(), [case], FAST).graded
+    assert got.scores["exact"]
+    assert oracle.tokenizer.decode(oracle.asked[0].prompt) == case.suffix + case.prefix
+    assert oracle.asked[0].pins == {}
+
+
+@pytest.mark.parametrize("prefix", [LINE.prefix, "x = "])
+def test_the_likeliest_candidate_counts_as_it_does_for_everybody(prefix: str) -> None:
+    """Also where all of them break a character, and are asked again without parts of characters."""
+    case = InfillCase("a", "line", prefix, LINE.suffix, "1")
+    with real_engine(holes=True) as engine:
+        (one,) = evaluate(engine, Infill(candidates=3), [case], FAST).graded
+        options = {"candidates": 3, "steps": 2, "seed": 0, "canvas": 64, "max_new_tokens": 62}
+        result = engine.infill(prefix, LINE.suffix, **options)
+    assert one.text == result.text
+    assert one.steps == result.metrics.steps  # 6, or 12 if they were asked again
+
+
+def test_a_model_without_hole_tokens_gets_the_suffix_in_its_canvas() -> None:
+    with real_engine() as engine:
+        report = evaluate(engine, Infill(), [LINE], FAST)
+        assert report.graded[0].scores.keys() == {"exact", "similarity", "parses", "finished"}
+        tries = Infill(candidates=4).plan(engine, LINE, FAST, 0)
+        assert len(tries) == 4
+        assert all(one.request.pins for one in tries)
+        with pytest.raises(InputError, match="context has no effect"):
+            Infill(context=64).plan(engine, LINE, FAST, 0)
+
+
+# ---- sets ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "count"), [("line", 1000), ("lines", 500), ("inside", 500)])
+def test_built_in_cases(kind: str, count: int) -> None:
+    cases = built_in(kind)
+    assert len(cases) == len({(case.name, case.target, case.prefix) for case in cases}) == count
+    assert all(case.target.strip() for case in cases)
+    assert all(parses(case.whole) for case in cases[:: count // 20])
+    breaks = {case.target.count("\n") for case in cases}
+    if kind == "inside":
+        assert breaks == {0}
+        assert all(case.prefix[-1] != "\n" or case.suffix[0] != "\n" for case in cases)
+    else:
+        assert breaks <= ({0} if kind == "line" else set(range(1, 8)))
+        assert all(case.prefix.endswith("\n") for case in cases)
+        assert all(case.suffix[:1] in ("\n", "") for case in cases)
+    assert cases[0].name.count("/") >= 1  # package, path and line
+    assert cases[0].name.rsplit(":", 1)[1].isdecimal()
+
+
+def test_what_is_shipped_says_whose_it_is() -> None:
+    rows = [row for _, row in task.read_json_lines(task.FILE, ("package", "version", "licence", "path", "text"))]
+    notices = (task.FILE.parent / "infill_licences.txt").read_text(encoding="utf-8")
+    for row in rows:
+        assert f"{row['package']} {row['version']}: {row['licence']}" in notices
+    assert task.FILE.stat().st_size < 1_500_000
+
+
+def test_a_file_of_ones_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    rows = [
+        {"prefix": "a = ", "suffix": "\n", "target": "1"},
+        {"prefix": "", "suffix": "", "target": "x", "kind": "lines"},
+    ]
+    file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    assert [(case.name, case.kind, case.target) for case in read_cases(file)] == [
+        ("line 1", "line", "1"),
+        ("line 2", "lines", "x"),
+    ]
+    for wrong, says in (
+        ("{", "line 1 is not JSON"),
+        ('{"prefix": "a", "suffix": "b"}', "line 1: a JSON object with the texts prefix, suffix, target"),
+        ('["a"]', "line 1: a JSON object"),
+        ('{"prefix": "a", "suffix": "b", "target": 3}', "line 1: a JSON object"),
+        ('{"prefix": "a", "suffix": "b", "target": "c", "kind": "word"}', "kind must be one of"),
+        ("", "holds no case"),
+    ):
+        file.write_text(wrong, encoding="utf-8")
+        with pytest.raises(DataError, match=says):
+            read_cases(file)
+    with pytest.raises(InputError, match="no infill set 'words'"):
+        built_in("words")

@@ -1,0 +1,191 @@
+"""Sudoku as a task: pins, grading by the rules, attempts, and files with mistakes in them."""
+
+from pathlib import Path
+
+import pytest
+
+from diffusiongemma.engine import Draft, Request
+from diffusiongemma.errors import DataError, InputError
+from diffusiongemma.tasks import format
+from diffusiongemma.tasks.evaluation import Variant, evaluate
+from diffusiongemma.tasks.sudoku import (
+    Sudoku,
+    SudokuBoard,
+    SudokuCase,
+    built_in_sets,
+    read_puzzles,
+    remarks,
+)
+from diffusiongemma.tasks.sudoku_levels import LEVELS, by_singles, random_puzzle
+from diffusiongemma.tasks.sudoku_solver import is_unique, parse, solutions
+from tasks.oracle import Oracle, real_engine
+
+PUZZLE = "53..7....6..195....98....6.8...6...34..8.3..17...2...6.6....28....419..5....8..79"
+SOLUTION = "534678912672195348198342567859761423426853791713924856961537284287419635345286179"
+HARD = "8..........36......7..9.2...5...7.......457.....1...3...1....68..85...1..9....4.."
+FAST = Variant("diffusion", 2)
+
+
+def case(text: str = PUZZLE) -> SudokuCase:
+    return SudokuCase("a", tuple(parse(text)))
+
+
+# ---- asking ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_request_is_what_training_showed() -> None:
+    with real_engine() as engine:
+        view = SudokuBoard.of(engine)
+        request = view.request(engine, case().board, FAST, seed=5)
+        encode = engine.tokenizer.encode
+        assert list(request.prompt) == format.chat_prompt(encode, "Sudoku\n" + PUZZLE.replace(".", "0"))
+        assert request.pins == {i: encode(c)[0] for i, c in enumerate(PUZZLE) if c != "."}
+        p = request.params
+        assert (p.canvas, p.max_new_tokens, p.seed, p.steps) == (96, 81, 5, 2)
+        assert request.forbidden == ()  # the network is free in what it writes
+        twin = view.request(engine, case().board, Variant("ar"), seed=5)
+        assert (twin.prompt, twin.pins, twin.params.temperature) == (request.prompt, {}, 0.0)
+
+
+def test_givens_stay_in_every_draft_and_in_the_answer() -> None:
+    with real_engine() as engine:
+        view = SudokuBoard.of(engine)
+        request = view.request(engine, case().board, FAST, seed=1, drafts=True)
+        drafts = [event for event in engine.events(request) if isinstance(event, Draft)]
+        assert len(drafts) == 2
+        assert all(draft.tokens[at] == token for draft in drafts for at, token in request.pins.items())
+        (graded,) = evaluate(engine, Sudoku(), [case()], FAST).graded
+    assert all(given in (0, int(value)) for given, value in zip(case().board, graded.text, strict=True))
+    assert graded.scores == {"solved": False}  # random weights
+    assert graded.decided == 81 - 30
+
+
+def test_a_tokenizer_without_single_digits_is_refused() -> None:
+    oracle = Oracle(lambda request: "")
+    oracle.tokenizer = type("Pairs", (), {"encode": staticmethod(lambda text: list(range(len(text) // 2)))})()
+    with pytest.raises(InputError, match="every digit as one token"):
+        SudokuBoard.of(oracle)
+
+
+# ---- grading ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "solved"),
+    [
+        (SOLUTION, True),
+        (SOLUTION[:-1] + "8", False),
+        (SOLUTION[:80], False),
+        (SOLUTION[:40] + "x" + SOLUTION[41:], False),
+        (SOLUTION.translate(str.maketrans("123456789", "234567891")), False),  # a grid, but not of these givens
+        ("", False),
+    ],
+)
+@pytest.mark.parametrize("mode", ["diffusion", "ar"])
+def test_the_rules_and_the_givens_decide(answer: str, solved: bool, mode: str) -> None:
+    report = evaluate(Oracle(lambda request: answer), Sudoku(), [case()], Variant(mode))
+    assert report.graded[0].scores == {"solved": solved}
+
+
+def test_any_solution_counts_where_there_are_several() -> None:
+    empty = case("." * 81)
+    assert evaluate(Oracle(lambda request: SOLUTION), Sudoku(), [empty], FAST).graded[0].scores["solved"]
+
+
+def test_a_board_that_breaks_the_rules_is_tried_again_with_the_next_seed() -> None:
+    def answer(request: Request) -> str:
+        return SOLUTION if request.params.seed % 1000 == 2 else "1" * 81
+
+    oracle = Oracle(answer, steps=5)
+    (got,) = evaluate(oracle, Sudoku(attempts=4), [case()], FAST, seed=2000).graded
+    assert got.scores == {"solved": False, "solved within 4": True, "attempts": 3.0}
+    assert [request.params.seed for request in oracle.asked] == [2000, 2001, 2002]
+    assert got.text == SOLUTION
+    assert got.steps == 5  # of the one attempt that the first figure is about
+    oracle = Oracle(answer)
+    (got,) = evaluate(oracle, Sudoku(attempts=2), [case()], FAST, seed=2000).graded
+    assert got.scores == {"solved": False, "solved within 2": False, "attempts": 2.0}
+    (got,) = evaluate(Oracle(answer), Sudoku(attempts=4), [case()], FAST, seed=2).graded
+    assert got.scores == {"solved": True, "solved within 4": True, "attempts": 1.0}
+
+
+def test_the_greedy_twin_is_not_asked_twice() -> None:
+    oracle = Oracle(lambda request: "1" * 81)
+    (got,) = evaluate(oracle, Sudoku(attempts=4), [case()], Variant("ar")).graded
+    assert (len(oracle.asked), got.scores) == (1, {"solved": False})
+    oracle = Oracle(lambda request: "1" * 81)
+    evaluate(oracle, Sudoku(attempts=4), [case()], Variant("ar", options={"temperature": 0.5}))
+    assert len(oracle.asked) == 4
+    with pytest.raises(InputError, match="attempts must be"):
+        Sudoku(attempts=0)
+
+
+# ---- sets ------------------------------------------------------------------------------------------------------------
+
+
+def test_built_in_sets_are_whole_and_have_one_solution_each() -> None:
+    sets = built_in_sets()
+    sizes = {name: len(read_puzzles(path)) for name, path in sets.items()}
+    assert sizes == {"gymnasium_sudoku": 200, "npm_sudoku_gen": 200, "own_36_46": 1000, "qqwing_expert": 300}
+    some = [one for path in sets.values() for one in read_puzzles(path)[:10]]
+    assert remarks(some) == []
+    assert {36 <= one.givens <= 46 for one in read_puzzles(sets["own_36_46"])} == {True}
+
+
+def test_a_file_of_ones_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_text(f"{PUZZLE}\n\n{HARD.replace('.', '0')}\r\n")
+    assert [(one.name, one.givens) for one in read_puzzles(file)] == [("line 1", 30), ("line 3", 21)]
+    file.write_text("\n")
+    with pytest.raises(DataError, match="holds no puzzle"):
+        read_puzzles(file)
+    with pytest.raises(DataError, match="cannot read"):
+        read_puzzles(tmp_path / "none.txt")
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DataError, match="cannot read"):
+        read_puzzles(file)
+
+
+def test_every_bad_line_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_text("\n".join([PUZZLE, "123", PUZZLE, "x" * 81, PUZZLE + "1", *["."] * 20]))
+    with pytest.raises(DataError) as error:
+        read_puzzles(file)
+    text = str(error.value)
+    assert "line 2: a Sudoku is 81 characters" in text
+    assert "line 4" in text
+    assert "line 5" in text
+    assert "line 1:" not in text
+    assert "13 more" in text
+
+
+def test_puzzles_without_exactly_one_solution_are_spoken_of() -> None:
+    said = remarks([case(), case("55" + "." * 79), case("." * 81)])
+    assert len(said) == 2
+    assert "has no solution" in said[0]
+    assert "has several solutions" in said[1]
+
+
+# ---- levels ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_levels_are_what_they_say(level: str) -> None:
+    puzzle = random_puzzle(level, 3)
+    assert puzzle == random_puzzle(level, 3) != random_puzzle(level, 4)
+    assert is_unique(puzzle)
+    givens = sum(value > 0 for value in puzzle)
+    if level in ("easy", "medium"):
+        assert givens == LEVELS[level]
+        return
+    assert by_singles(puzzle) == (level == "hard")
+    for cell in (c for c in range(81) if puzzle[c]):  # minimal: no given can be spared
+        assert not is_unique([0 if c == cell else value for c, value in enumerate(puzzle)])
+
+
+def test_singles() -> None:
+    assert by_singles(parse(PUZZLE))
+    assert not by_singles(parse(HARD))
+    assert "".join(map(str, solutions(parse(PUZZLE))[0])) == SOLUTION
+    with pytest.raises(InputError, match="no level 'fiendish'"):
+        random_puzzle("fiendish", 0)
