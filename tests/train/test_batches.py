@@ -122,6 +122,19 @@ def test_chats_are_framed_as_inference_will(data: Path, kind: str) -> None:
             assert text(answer(canvas)) == f"<svg>{number}</svg>"
 
 
+def test_bare_chats_begin_at_bos(data: Path) -> None:
+    """A model that always saw something before bos writes nonsense without it."""
+    whole = len(format.chat_prompt(VOCABULARY.encode, format.svg_request("icon 1, outline")))
+    for own in ({"kind": "icons", "source": "icons", "prefix": whole}, {"kind": "arithmetic", "prefix": 32}):
+        rows = Batches(recipe(data, bare=True, **own), VOCABULARY)[0][0]
+        assert (rows.prefix[:, 0] == BOS).all()
+        assert ((rows.prefix == BOS).sum(dim=1) == 1).all()
+    with pytest.raises(DataError, match="no icon"):
+        Batches(recipe(data, kind="icons", source="icons", prefix=whole + 1, bare=True), VOCABULARY)
+    with pytest.raises(DataError, match="hardly any problem"):
+        Batches(recipe(data, kind="arithmetic", prefix=200, bare=True), VOCABULARY)[0]
+
+
 def test_pairs_of_a_user_span_blocks(tmp_path: Path) -> None:
     file = tmp_path / "own.jsonl"
     file.write_text(json.dumps({"prompt": "count", "response": "".join(f"{n:02d}" for n in range(50))}) + "\n")

@@ -110,3 +110,40 @@ def test_a_few_steps_learn_a_batch_by_heart() -> None:
         optimizer.step()
         seen.append(float(result.metrics["decoder"]))
     assert sum(seen[-5:]) < 0.5 * sum(seen[:5])
+
+
+def test_rounds_follow_the_sampler_and_all_are_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ModelConfig.preset("tiny")
+    model = DiffusionGemma(config).init_weights(0)
+    batch = rows(config)
+    batch.pinned[:, :3] = True
+    plain = ObjectiveConfig(self_conditioning=0.0)
+    torch.manual_seed(0)
+    one = micro_loss(TrainingForward(model), batch, plain)
+    seen = []
+    forward = TrainingForward(model)
+    denoise = forward.denoise
+
+    def watch(canvas: torch.Tensor, soft: torch.Tensor | None, prefix: list) -> tuple:  # type: ignore[type-arg]
+        seen.append((canvas.clone(), soft))
+        return denoise(canvas, soft, prefix)
+
+    monkeypatch.setattr(forward, "denoise", watch)
+    torch.manual_seed(0)
+    three = micro_loss(forward, batch, plain, rounds=3)
+    assert [soft is None for _, soft in seen] == [True, False, False]
+    assert not seen[1][1].requires_grad
+    assert all(torch.equal(canvas[batch.pinned], batch.canvas[batch.pinned]) for canvas, _ in seen)
+    assert not torch.equal(seen[1][0], seen[0][0])
+    torch.testing.assert_close(three.metrics["first round"], one.metrics["decoder"])  # the same noise, the same pass
+    low, high = sorted(float(three.metrics[f"{which} round"]) for which in ("first", "last"))
+    assert 0.9 * low < float(three.metrics["decoder"]) < 1.1 * high
+    three.loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_noise_keeps_to_the_range_of_its_task() -> None:
+    torch.manual_seed(0)
+    canvas = torch.full((500, 200), 10_000)
+    share = (corrupt(canvas, torch.zeros(500, 200, dtype=torch.bool), 100, 0.0, (0.6, 0.8)) != canvas).float().mean(1)
+    assert 0.45 < float(share.min()) < float(share.max()) < 0.95

@@ -130,16 +130,20 @@ class Pairs:
 
 
 class Icons(Pairs):
-    """Names to SVG. Option: `source`, the arrays' name."""
+    """Names to SVG. Options: `source`, the arrays' name; `bare`: only prompts of exactly `prefix` tokens, so that the
+    model also learns what begins at bos."""
 
-    def __init__(self, config: TaskConfig, vocabulary: Vocabulary, folder: str, source: str) -> None:
+    def __init__(
+        self, config: TaskConfig, vocabulary: Vocabulary, folder: str, source: str, bare: bool = False
+    ) -> None:
         super().__init__(config, vocabulary)
         self.bodies = Documents.open(folder, source)
         self.prompts = Documents.open(folder, f"{source}_prompts")
         self.prompt_of = np.load(Path(folder) / f"{source}_prompt_of.npy")
         self.ask = vocabulary.encode(format.svg_request(""))
         room = config.prefix - len(self._prompt(self.ask))
-        fits = (self.bodies.lengths[self.prompt_of] <= config.canvas) & (self.prompts.lengths - 1 <= room)
+        spare = room - (self.prompts.lengths - 1)
+        fits = (self.bodies.lengths[self.prompt_of] <= config.canvas) & ((spare == 0) if bare else (spare >= 0))
         self.usable = np.flatnonzero(fits)
         if not len(self.usable):
             raise DataError(f"no icon of {source} fits into prefix {config.prefix} and canvas {config.canvas}")
@@ -153,15 +157,26 @@ class Icons(Pairs):
 
 
 class Arithmetic(Pairs):
-    def __init__(self, config: TaskConfig, vocabulary: Vocabulary) -> None:
+    """Option `bare`: as for icons."""
+
+    TRIES = 1000  # problems drawn for one that has the wanted length
+
+    def __init__(self, config: TaskConfig, vocabulary: Vocabulary, bare: bool = False) -> None:
         super().__init__(config, vocabulary)
         self.vocabulary = vocabulary
+        self.length = config.prefix - len(self._prompt([])) if bare else None  # of a request
 
     def draw(self, rng: np.random.Generator, count: int) -> list[tuple[list[int], list[int]]]:
-        dice = Random(int(rng.integers(1 << 62)))
-        made = [arithmetic_gen.problem(dice) for _ in range(count)]
-        encode = self.vocabulary.encode
-        return [(encode(format.arithmetic_request(p.question)), encode(p.answer)) for p in made]
+        dice, encode = Random(int(rng.integers(1 << 62))), self.vocabulary.encode
+        found: list[tuple[list[int], list[int]]] = []
+        for _ in range(self.TRIES * count):
+            made = arithmetic_gen.problem(dice)
+            request = encode(format.arithmetic_request(made.question))
+            if self.length in (None, len(request)):
+                found.append((request, encode(made.answer)))
+            if len(found) == count:
+                return found
+        raise DataError(f"task {self.config.name}: hardly any problem makes a prompt of {self.config.prefix} tokens")
 
 
 class JsonLines(Pairs):
@@ -234,12 +249,12 @@ def _sudoku(
     return Sudoku(config, puzzles, np.array(board), (prompt[:first], prompt[first + 81 :]), **options)
 
 
-def _icons(config: TaskConfig, recipe: Recipe, vocabulary: Vocabulary, source: str) -> Task:
-    return Icons(config, vocabulary, recipe.data, source)
+def _icons(config: TaskConfig, recipe: Recipe, vocabulary: Vocabulary, source: str, bare: bool = False) -> Task:
+    return Icons(config, vocabulary, recipe.data, source, bare)
 
 
-def _arithmetic(config: TaskConfig, recipe: Recipe, vocabulary: Vocabulary) -> Task:
-    return Arithmetic(config, vocabulary)
+def _arithmetic(config: TaskConfig, recipe: Recipe, vocabulary: Vocabulary, bare: bool = False) -> Task:
+    return Arithmetic(config, vocabulary, bare)
 
 
 def _pairs(config: TaskConfig, recipe: Recipe, vocabulary: Vocabulary, file: str) -> Task:

@@ -126,10 +126,11 @@ def plot(folder: Path) -> Path | None:
     axes[1, 0].plot([r["tokens"] / 1e6 for r in steps], [r["load_max"] for r in steps])
     axes[1, 0].set(title="busiest expert, times an even share", xlabel="million tokens")
     evaluations = [r for r in records if "evaluation" in r]
-    for key in dict.fromkeys(key for r in evaluations for key in r["evaluation"]):
+    shares = (key for r in evaluations for key in r["evaluation"] if not key.endswith(" steps"))
+    for key in dict.fromkeys(shares):
         points = [(r["tokens"] / 1e6, r["evaluation"][key]) for r in evaluations if key in r["evaluation"]]
         axes[1, 1].plot(*zip(*points, strict=True), label=key, marker="o")
-    axes[1, 1].set(title="evaluation", xlabel="million tokens")
+    axes[1, 1].set(title="evaluation while training, shares", xlabel="million tokens", ylim=(0, 1.02))
     if evaluations:
         axes[1, 1].legend()
     figure.tight_layout()
