@@ -1,0 +1,124 @@
+// Sudoku: the givens are pinned on a canvas of 81 cells, the rest crystallises; cells that were taken back are marked.
+
+import { record } from "./ask.js";
+import { Board } from "./board.js";
+import { $, $$, announce, dotted, figure, perFrame, plural, seconds } from "./dom.js";
+import { link } from "./link.js";
+import { Options, fieldsOf } from "./options.js";
+import { CELLS, conflicts, parse, randomPuzzle, solutions, write } from "./sudoku_rules.js";
+import { Task, partsOf } from "./task.js";
+import { Timeline } from "./timeline.js";
+
+const CANVAS = 96; // what the embedded model learned boards in: 81 cells, the end, padding
+const PATIENCE = 50000; // nodes of search to tell whether a puzzle of one's own has a solution
+
+export function startSudoku() {
+  const panel = $("#panel-sudoku"), text = $("#sudoku-text"), reset = $("#sudoku-reset");
+  const task = new Task(partsOf(panel));
+  const options = new Options($("#sudoku-options"), ["seed", "steps", "entropy_bound", "attempts"], { attempts: 3 });
+  const board = new Board($("#board"), () => { text.value = write(board.givens); clear(); });
+  const pick = (_, i) => i < CELLS && !board.givens[i];
+  const timeline = new Timeline($("#sudoku-timeline"), (at) => board.draw(recording, at), { pick });
+  let recording = null;
+  const paint = perFrame((so_far) => board.draw(so_far, so_far.drafts.length - 1));
+
+  function clear() {
+    recording = null;
+    timeline.clear();
+    reset.hidden = true;
+    verdict("");
+    task.say("");
+  }
+
+  function load(puzzle) {
+    task.stop();
+    paint.drop();
+    board.load(puzzle);
+    text.value = write(puzzle);
+    clear();
+  }
+
+  function verdict(said, kind = "") {
+    $("#sudoku-verdict").textContent = said;
+    $("#sudoku-verdict").dataset.kind = kind;
+  }
+
+  const solve = () => task.run(async (signal) => {
+    const values = options.read(), doubt = whyNot(board.givens);
+    if (!values) return;
+    clear();
+    if (doubt) verdict(doubt.text, doubt.fatal ? "bad" : "");
+    if (doubt?.fatal) return;
+    board.lock(true);
+    try {
+      const attempts = values.attempts ?? 1;
+      for (let tried = 1; tried <= attempts; tried += 1) {
+        task.say(attempts > 1 ? `Attempt ${tried} of at most ${attempts}` : "");
+        board.begin();
+        recording = await record("sudoku", "/v1/canvas/infill", bodyFor(board.givens, values), (so_far) => {
+          recording = so_far;
+          if (!so_far.drafts.length) return;
+          board.track(so_far);
+          paint(so_far);
+          timeline.follow(so_far);
+        }, signal);
+        paint.flush();
+        const solved = board.judge(recording);
+        tell(solved, recording, tried);
+        if (solved) break;
+        values.seed = recording.usage.diffusion.seed + 1;
+      }
+    } finally {
+      paint.flush();
+      if (recording?.drafts.length) timeline.finish(recording);
+      reset.hidden = !recording; // none: another puzzle was loaded meanwhile
+      board.lock(false);
+    }
+  });
+
+  function tell(solved, { usage, drafts }, tried) {
+    const d = usage.diffusion, repaired = drafts.at(-1)?.repaired.size ?? 0, wrong = board.wrong.size;
+    if (solved) verdict("Solved: every row, column and box holds 1 to 9.", "good");
+    else verdict(`Not solved: ${plural(wrong, "cell breaks", "cells break")} the rules.`, "bad");
+    task.say(dotted(
+      plural(d.steps, "step"), `${figure(d.tokens_per_forward)} cells a step`, `${plural(repaired, "cell")} repaired`,
+      seconds(d.total_seconds), `seed ${d.seed}`, tried > 1 && `attempt ${tried}`,
+    ));
+    announce($("#sudoku-verdict").textContent);
+  }
+
+  $("[data-go]", panel).addEventListener("click", solve);
+  const loadNew = () => load(randomPuzzle($("#sudoku-level input:checked").value));
+  $("#sudoku-new").addEventListener("click", loadNew);
+  for (const radio of $$("#sudoku-level input")) radio.addEventListener("change", loadNew);
+  $("#sudoku-clear").addEventListener("click", () => { load(Array(CELLS).fill(0)); board.focus(0); });
+  reset.addEventListener("click", () => load(board.givens));
+  text.addEventListener("input", () => {
+    const puzzle = parse(text.value);
+    text.setCustomValidity(puzzle || !text.value.trim() ? "" : "81 characters: digits, and . or 0 for an empty cell");
+    text.toggleAttribute("data-wrong", !text.validity.valid);
+    if (puzzle) load(puzzle);
+  });
+  link.addEventListener("model", () => {
+    const { id, abilities } = link.model;
+    if (!abilities.chat) task.say(`${id} has no chat template, so it cannot be asked for a board.`);
+  });
+  load(randomPuzzle("easy"));
+}
+
+function bodyFor(givens, values) {
+  const template = givens.map((value) => value || "[[?1]]").join("");
+  const canvas = Math.min(CANVAS, link.model.canvas_length);
+  const messages = [{ role: "user", content: `Sudoku\n${givens.join("")}` }];
+  return { messages, template, ...fieldsOf(values, { canvas }) };
+}
+
+/** A puzzle that cannot be solved is not sent. That is all that a solver does here. */
+function whyNot(givens) {
+  if (conflicts(givens).size) return { text: "These givens contradict each other.", fatal: true };
+  if (!givens.includes(0)) return { text: "This board is full, and right.", fatal: true };
+  const found = solutions(givens, 2, null, PATIENCE);
+  if (found?.length === 0) return { text: "This puzzle has no solution: its givens leave some cell no digit.", fatal: true };
+  if (found?.length === 2) return { text: "This puzzle has several solutions: any that obeys the rules will do." };
+  return null;
+}

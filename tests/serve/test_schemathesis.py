@@ -1,0 +1,22 @@
+"""A short share of what `serve.fuzz` does: no 500, no answer that the OpenAPI document does not promise."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from serve.fuzz import fuzz
+from serve.live import Live
+
+
+def test_made_up_requests(live: Live) -> None:
+    before = live.server.state.health().engine_failures
+    found = fuzz(live, examples=12)
+    statuses: Counter[str] = Counter()
+    for name, count in found.items():
+        statuses[name.split()[-1]] += count
+    assert sum(found.values()) >= 100
+    assert statuses["200"] > 0
+    assert statuses["400"] > 0
+    assert set(statuses) <= {"200", "400", "404", "415"}
+    assert live.server.state.health().engine_failures == before
+    live.wait_idle()

@@ -1,0 +1,41 @@
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("playwright", reason="playwright is not installed: pip install playwright")
+from playwright.sync_api import Browser, BrowserContext, sync_playwright
+
+from studio.stage import Seen, Served, find_chromium, launch, open_studio, serve
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    path = find_chromium()
+    if path is None:
+        pytest.skip("no Chromium on this machine: install one, or name it in the variable CHROMIUM")
+    with sync_playwright() as playwright:
+        chromium = launch(playwright, path)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="session")
+def served(browser: Browser) -> Iterator[Served]:
+    """The embedded model, for all tests that leave the server as they found it."""
+    with serve() as server:
+        yield server
+
+
+@pytest.fixture
+def context(browser: Browser) -> Iterator[BrowserContext]:
+    made = browser.new_context(viewport={"width": 1280, "height": 860}, color_scheme="light")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def studio(context: BrowserContext, served: Served) -> Iterator[Seen]:
+    """The page, open; in the end its console must be empty and its policy unbroken."""
+    seen = open_studio(context, served.url)
+    yield seen
+    seen.check()

@@ -1,0 +1,141 @@
+"""Sudoku: a board that crystallises, judged by the rules, with what was repaired marked."""
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from diffusiongemma.tasks.sudoku_levels import by_singles
+from diffusiongemma.tasks.sudoku_solver import is_solution, is_unique, parse
+from studio.stage import SHIPPED, Seen, Served, answer_with, draft, set_option, usage, wait_done
+
+PUZZLE = "530070000600195000098000060800060003400803001700020006060000280000419005000080079"
+SOLVED = "534678912672195348198342567859761423426853791713924856961537284287419635345286179"
+
+
+def board(page: Page) -> str:
+    return "".join(page.locator("#board input").evaluate_all("(cells) => cells.map((cell) => cell.value || '0')"))
+
+
+def load(page: Page, puzzle: str = PUZZLE) -> None:
+    page.click("#tab-sudoku")
+    page.fill("#sudoku-text", puzzle)
+    assert board(page) == puzzle.replace(".", "0")
+
+
+@pytest.mark.skipif(not SHIPPED, reason="the embedded model is not in this build")
+def test_the_embedded_model_solves_a_board(studio: Seen) -> None:
+    page = studio.page
+    load(page)
+    set_option(page, "sudoku", seed=1, attempts=5)
+    page.click("#panel-sudoku [data-go]")
+    wait_done(page, "sudoku")
+    expect(page.locator("#sudoku-verdict")).to_have_text("Solved: every row, column and box holds 1 to 9.")
+    assert is_solution(parse(board(page)), parse(PUZZLE))
+    assert page.locator("#board .given").count() == 30
+    assert page.locator("#board .wrong").count() == 0
+
+    slider = page.locator("#sudoku-timeline input[type=range]")
+    if slider.is_enabled():  # more than one step
+        slider.focus()
+        page.keyboard.press("Home")
+        assert page.locator("#board [class^=lv]:not(.lv0)").count() > 0, "the first step is not sure of everything"
+        page.keyboard.press("End")
+        assert board(page) == SOLVED
+    page.click("#sudoku-reset")
+    assert board(page) == PUZZLE
+
+
+def steps_to(*boards: str, unsure: tuple[set[int], ...]) -> list[dict[str, object]]:
+    made = []
+    for step, (text, open_cells) in enumerate(zip(boards, unsure, strict=True), 1):
+        nats = [1.0 if cell in open_cells else 0.0 for cell in range(81)]
+        made.append(draft(step, list(text), nats, [cell not in open_cells for cell in range(81)]))
+    return made
+
+
+def answer_board(page: Page, drafts: list[dict[str, object]], text: str) -> None:
+    whole = {"object": "canvas.infill", "text": text, "holes": [], "score": -0.1, "candidates": []}
+    answer_with(
+        page, "/v1/canvas/infill", [*drafts, {**whole, "finish_reason": "stop", "usage": usage(len(drafts), 51)}]
+    )
+
+
+def test_repaired_cells_are_marked(studio: Seen) -> None:
+    """Cell 2 is accepted as 9 and taken back for 4; cell 3 changes before it was ever accepted."""
+    page = studio.page
+    load(page)
+    first = SOLVED[:2] + "91" + SOLVED[4:]
+    drafts = steps_to(first, SOLVED, SOLVED, unsure=({3}, {2, 3}, set()))
+    answer_board(page, drafts, SOLVED)
+    page.click("#panel-sudoku [data-go]")
+    wait_done(page, "sudoku")
+    cells = page.locator("#board input")
+    expect(cells.nth(2)).to_have_class("repaired")
+    expect(cells.nth(3)).to_have_class("lv0")
+    expect(cells.nth(0)).to_have_class("given")
+    expect(page.locator("#panel-sudoku [data-note]")).to_contain_text("1 cell repaired")
+    page.locator("#sudoku-timeline input[type=range]").focus()
+    page.keyboard.press("Home")
+    expect(cells.nth(2)).to_have_value("9")
+    expect(cells.nth(2)).to_have_class("lv0")
+    expect(cells.nth(3)).to_have_class("lv3")
+
+
+def test_a_board_that_breaks_the_rules_is_not_called_solved(studio: Seen) -> None:
+    page = studio.page
+    load(page)
+    wrong = SOLVED[:2] + "3" + SOLVED[3:]
+    answer_board(page, steps_to(wrong, unsure=(set(),)), wrong)
+    set_option(page, "sudoku", attempts=1)
+    page.click("#panel-sudoku [data-go]")
+    wait_done(page, "sudoku")
+    expect(page.locator("#sudoku-verdict")).to_contain_text("Not solved: 2 cells break the rules")
+    expect(page.locator("#board input").nth(2)).to_have_class("wrong")
+
+
+def test_own_entry_by_keyboard(studio: Seen) -> None:
+    page = studio.page
+    page.click("#tab-sudoku")
+    page.click("#sudoku-clear")
+    assert board(page) == "0" * 81
+    expect(page.locator("#board input").first).to_be_focused()
+    for key in ("5", "ArrowRight", "3", "ArrowDown", "8", "ArrowDown", "8"):
+        page.keyboard.press(key)
+    assert board(page) == "53" + "0" * 8 + "8" + "0" * 8 + "8" + "0" * 61
+    assert page.locator("#board .wrong").count() == 2, "two eights in one column"
+    page.click("#panel-sudoku [data-go]")
+    expect(page.locator("#sudoku-verdict")).to_have_text("These givens contradict each other.")
+    page.locator("#board input").nth(19).press("Delete")
+    assert page.locator("#board .wrong").count() == 0
+    assert page.input_value("#sudoku-text").startswith("53........8")
+    page.fill("#sudoku-text", "12345678." + "........." * 7 + "........9"[:9])
+    page.click("#panel-sudoku [data-go]")
+    expect(page.locator("#sudoku-verdict")).to_contain_text("has no solution")
+
+
+def test_another_puzzle_while_one_is_solved(studio: Seen, served: Served) -> None:
+    page = studio.page
+    load(page)
+    set_option(page, "sudoku", steps=1000, entropy_bound=0.001)
+    page.click("#panel-sudoku [data-go]")
+    page.click("#sudoku-clear")
+    wait_done(page, "sudoku", 5)
+    served.wait_idle(5)
+    assert board(page) == "0" * 81
+    expect(page.locator("#sudoku-verdict")).to_be_empty()
+    expect(page.locator("#sudoku-timeline .timeline")).to_be_hidden()
+
+
+def test_puzzles_have_one_solution_and_their_difficulty(studio: Seen) -> None:
+    page = studio.page
+    page.click("#tab-sudoku")
+    for level in ("easy", "medium", "hard", "expert"):
+        page.locator(f"#sudoku-level label:has-text('{level}')").click()
+        puzzle = parse(board(page))
+        givens = sum(value > 0 for value in puzzle)
+        assert is_unique(puzzle)
+        assert givens == {"easy": 42, "medium": 33}.get(level, givens)
+        if level in ("hard", "expert"):
+            assert by_singles(puzzle) == (level == "hard")
+    before = board(page)
+    page.click("#sudoku-new")
+    assert board(page) != before

@@ -1,0 +1,142 @@
+"""SVG: markup and picture side by side; whatever a model writes, the picture is plain shapes in an image."""
+
+import urllib.parse
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from diffusiongemma.tasks.svg_safe import sanitise
+from studio.stage import SHIPPED, Seen, Served, answer_chat, draft, notice, noticed, set_option, wait_done
+
+SHAPE = '<path fill="none" stroke="currentColor" d="M12 3l3 6h6l-5 5 2 7-6-4-6 4z"/>'
+STAR = f'<svg viewBox="0 0 24 24">{SHAPE}</svg>'
+
+
+def drawn(page: Page) -> str:
+    """The document that the picture shows."""
+    page.wait_for_function("() => document.querySelector('#svg-picture').naturalWidth > 0")
+    source = page.locator("#svg-picture").get_attribute("src") or ""
+    assert source.startswith("data:image/svg+xml,")
+    return urllib.parse.unquote(source.split(",", 1)[1])
+
+
+@pytest.mark.skipif(not SHIPPED, reason="the embedded model is not in this build")
+def test_the_embedded_model_draws(studio: Seen, served: Served) -> None:
+    page = studio.page
+    page.click("#tab-svg")
+    page.fill("#svg-wish", "Arrow  Right")
+    set_option(page, "svg", seed=1, steps=16)
+    notice(page, "#svg-markup span[class*=lv]")
+    page.click("#panel-svg [data-go]")
+    wait_done(page, "svg")
+    assert noticed(page), "drafts were shown"
+    body = {"messages": [{"role": "user", "content": "SVG icon\narrow right, outline"}], "seed": 1}
+    told = served.post("/v1/chat/completions", {**body, "diffusion": {"steps": 16}})
+    text = told["choices"][0]["message"]["content"]
+    assert page.locator("#svg-markup").evaluate("(node) => node.textContent") == text
+    assert "<svg" in drawn(page)
+    expect(page.locator("#svg-picture")).to_be_visible()
+    expect(page.locator("#svg-caption")).to_contain_text("shape")
+    expect(page.locator("#svg-gallery img")).to_have_count(1)
+
+
+def test_the_picture_forms_with_its_markup(studio: Seen) -> None:
+    page = studio.page
+    page.click("#tab-svg")
+    noise = ["<svg viewBox=", '"0 0 24 24">', '<path d="M4 4h16', "q?##", '"/>', "</svg>"]
+    clean = ["<svg viewBox=", '"0 0 24 24">', '<path d="M4 4h16', "v16H4z", '"/>', "</svg>"]
+    drafts = [
+        draft(1, noise, [0.0, 0.0, 0.2, 4.0, 0.1, 0.0], [True, True, False, False, False, True]),
+        draft(2, clean, [0.0] * 6, [True] * 6),
+    ]
+    answer_chat(page, "".join(clean), drafts)
+    page.click("#panel-svg [data-go]")
+    wait_done(page, "svg")
+    expect(page.locator("#svg-caption")).to_have_text("1 shape, sound markup.")
+    assert 'd="M4 4h16v16H4z"' in drawn(page)
+    page.locator("#svg-timeline input[type=range]").focus()
+    page.keyboard.press("Home")
+    page.wait_for_function(
+        "() => document.querySelector('#svg-picture').src.includes(encodeURIComponent('d=\"M4 4h16q\"'))"
+    )
+    assert page.locator("#svg-markup span.lv5").inner_text() == "q?##"
+
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    '<a href="javascript:alert(1)"><circle r="9"/></a>',
+    '<image href="http://evil.example/x.png"/>',
+    '<use href="other.svg#a"/>',
+    "<style>@import url(http://evil.example/x.css)</style>",
+    '<path d="M0 0h9" onclick="alert(1)" style="fill:url(http://evil.example)" fill="url(#a)"/>',
+    '<foreignObject><iframe src="x"></iframe></foreignObject>',
+    '<animate attributeName="href" to="javascript:alert(1)"/><set onbegin="alert(1)"/>',
+    '<g filter="url(#f)" mask="url(#m)"><rect width="5" height="5" fill="red&quot; onload=&quot;x"/></g>',
+    "<!DOCTYPE svg [<!ENTITY e SYSTEM 'file:///etc/passwd'>]><text>&e;</text>",
+]
+
+
+def test_hostile_markup_is_harmless(studio: Seen) -> None:
+    page = studio.page
+    requests: list[str] = []
+    page.on("request", lambda request: requests.append(request.url))
+    page.click("#tab-svg")
+    answer_chat(page, f'<svg viewBox="0 0 24 24" onload="alert(1)">{"".join(HOSTILE)}{SHAPE}</svg>')
+    page.click("#panel-svg [data-go]")
+    wait_done(page, "svg")
+    document = drawn(page)
+    for word in ("script", "javascript", "href", "url(", "on", "style", "foreign", "image", "animate", "evil", "&"):
+        assert word not in document.replace("none", "").replace("http://www.w3.org", ""), (word, document)
+    assert "M12 3l3 6h6" in document
+    expect(page.locator("#svg-caption")).to_contain_text("left out: onload, <script>, <a>, <image>")
+    assert all("evil" not in url for url in requests)
+
+
+@pytest.mark.parametrize("body", [STAR, *(f'<svg viewBox="0 0 24 24">{part}</svg>' for part in HOSTILE[:9])])
+def test_the_same_shapes_as_the_package_draws(studio: Seen, body: str) -> None:
+    """The page's own reader keeps nothing that `tasks/svg_safe.py` does not."""
+    script = "async (text) => { const m = await import('/studio/js/svg_safe.js'); return m.markup(m.read(text)); }"
+    assert studio.page.evaluate(script, body) == sanitise(body)
+
+
+@pytest.mark.parametrize(
+    ("text", "shapes"),
+    [
+        ("<svg viewBox='0 0 9 9'>" + "<g>" * 30 + "<path d='M0 0h9'/>", 0),
+        ("<svg viewBox='0 0 9 9'>" + "<path d='M0 0h9'/>" * 400, 256),
+        ("<svg viewBox='0 0 9 9'><path stroke-dasharray='.001' d='M0 0h99999'/></svg>", 0),
+        ("<svg viewBox='0 0 9 9'>" + "<path opacity='.5' d='M0 0h9'/>" * 40, 0),
+        ("<" * 20_000, 0),
+        ("<path " + "a='' " * 9_000, 0),
+        ("1" * 20_000 + "<svg viewBox='0 0 " + "9" * 400 + " 9'/>", 0),
+    ],
+)
+def test_what_is_too_much_is_not_drawn(studio: Seen, text: str, shapes: int) -> None:
+    script = """async (text) => {
+        const { isWellFormed, read } = await import("/studio/js/svg_safe.js");
+        const began = performance.now(), drawing = read(text);
+        isWellFormed(text);
+        return [drawing.shapes, performance.now() - began];
+    }"""
+    found: list[Any] = studio.page.evaluate(script, text)
+    assert found[0] == shapes
+    assert found[1] < 1_000, "milliseconds"
+
+
+def test_stop_reaches_the_engine(studio: Seen, served: Served) -> None:
+    page = studio.page
+    page.click("#tab-svg")
+    set_option(page, "svg", steps=1000, entropy_bound=0.001)
+    page.click("#panel-svg [data-go]")
+    page.wait_for_selector("#svg-timeline .timeline:not([hidden])")
+    page.click("#panel-svg [data-go]")
+    wait_done(page, "svg", 5)
+    expect(page.locator("#panel-svg [data-note]")).to_have_text("Stopped.")
+    assert served.wait_idle(5) < 3
+    expect(page.locator("#panel-svg [data-go]")).to_have_text("Draw")
+    page.click("#panel-svg [data-go]")
+    page.wait_for_selector("#svg-timeline .timeline:not([hidden])")
+    page.locator("#svg-wish").press("Escape")
+    wait_done(page, "svg", 5)
+    served.wait_idle(5)
