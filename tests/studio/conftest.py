@@ -1,8 +1,6 @@
 from collections.abc import Iterator
 
 import pytest
-
-pytest.importorskip("playwright", reason="playwright is not installed: pip install playwright")
 from playwright.sync_api import Browser, BrowserContext, sync_playwright
 
 from studio.stage import Seen, Served, find_chromium, launch, open_studio, serve

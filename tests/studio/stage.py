@@ -20,8 +20,9 @@ from playwright.sync_api import Browser, BrowserContext, Page, Playwright, Route
 
 from diffusiongemma.engine.engine import ASSETS
 
-SHIPPED = (ASSETS / "nano" / "config.json").is_file()
-MODEL = "nano" if SHIPPED else "random:tiny"
+HERE = "nano" if (ASSETS / "nano" / "config.json").is_file() else "random:tiny"
+MODEL = os.environ.get("DGEMMA_TEST_MODEL", HERE)
+SHIPPED = MODEL == "nano"
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 FLAGS += ["--disable-sync", "--no-first-run"]
 NAMES = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
@@ -164,6 +165,28 @@ def notice(page: Page, selector: str) -> None:
 
 def noticed(page: Page) -> bool:
     return bool(page.evaluate("window.noticed"))
+
+
+def listen(page: Page) -> None:
+    """From now on, keep what is streamed to the page; the browser itself does not."""
+    page.evaluate(
+        """() => {
+            const fetch = window.fetch;
+            window.fetch = async (...given) => {
+                const response = await fetch(...given);
+                if (given[1]?.method === "POST") window.heard = [given[1].body, response.clone().text()];
+                return response;
+            };
+        }"""
+    )
+
+
+def heard(page: Page) -> tuple[Any, list[Any]]:
+    """The last request of the page, and the events that answered it."""
+    asked, stream = page.evaluate("Promise.all(window.heard)")
+    lines = [line.removeprefix("data: ") for line in stream.split("\n") if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return json.loads(asked), [json.loads(line) for line in lines[:-1]]
 
 
 def set_option(page: Page, tab: str, **values: float) -> None:

@@ -19,18 +19,20 @@ def ask(page: Page, text: str, **options: float) -> None:
 def test_an_answer_settles_and_can_be_walked(studio: Seen, served: Served) -> None:
     page = studio.page
     notice(page, ".turn.answer .bubble span[class*=lv]")
-    ask(page, QUESTION, seed=3)
+    ask(page, QUESTION, seed=3, steps=8, max_tokens=24)
     expect(page.locator(".turn.user")).to_have_text(QUESTION)
     wait_done(page, "chat")
     assert noticed(page), "drafts were shown inside the bubble"
 
     if SHIPPED:
-        body = {"messages": [{"role": "user", "content": QUESTION}], "diffusion": {"canvas": 24}}
-        told = served.post("/v1/chat/completions", {**body, "seed": 3})
+        body = {"messages": [{"role": "user", "content": QUESTION}], "diffusion": {"canvas": 24, "steps": 8}}
+        told = served.post("/v1/chat/completions", {**body, "seed": 3, "max_tokens": 24})
         assert told["choices"][0]["message"]["content"] == "12348"
         expect(page.locator(".turn.answer .bubble")).to_have_text("12348")
     else:  # it has no chat template, and writes bytes that are no text
-        told = served.post("/v1/completions", {"prompt": QUESTION, "seed": 3})
+        told = served.post(
+            "/v1/completions", {"prompt": QUESTION, "seed": 3, "max_tokens": 24, "diffusion": {"steps": 8}}
+        )
     steps = told["usage"]["diffusion"]["steps"]
     expect(page.locator(".turn.answer .who")).to_contain_text(f"in {steps} step")
     expect(page.locator(".turn.answer .who")).to_contain_text("seed 3")

@@ -2,30 +2,31 @@
 
 from playwright.sync_api import expect
 
-from studio.stage import Seen, Served, notice, noticed, set_option, wait_done
+from studio.stage import SHIPPED, Seen, answer_with, draft, heard, listen, notice, noticed, set_option, usage, wait_done
 
 TEMPLATE = "def double(x):\n    return [[?6]]\n\n\ndef half(x):\n    return [[?6]]\n"
 
 
-def test_holes_are_filled(studio: Seen, served: Served) -> None:
+def test_holes_are_filled(studio: Seen) -> None:
     page = studio.page
     page.click("#tab-infill")
     page.fill("#infill-input", TEMPLATE)
     assert page.locator("#infill-back mark").all_inner_texts() == ["[[?6]]", "[[?6]]"]
     set_option(page, "infill", seed=5, steps=6, candidates=2, max_tokens=16)
     notice(page, "#infill-output span[class*=lv]")
+    listen(page)
     page.click("#panel-infill [data-go]")
     expect(page.locator("#infill-output")).to_contain_text("def half(x):")
     wait_done(page, "infill")
     assert noticed(page), "drafts were shown"
 
-    embedded = bool(served.get("/v1/models")["data"][0]["abilities"]["tasks"])
-    body = {"template": TEMPLATE, "seed": 5, "candidates": 2, "max_tokens": 16, "diffusion": {"steps": 6}}
-    told = served.post("/v1/canvas/infill", body | ({"strategy": "fim"} if embedded else {}))
+    asked, events = heard(page)
+    assert asked["template"] == TEMPLATE
+    told = events[-1]
     shown = page.locator("#infill-output").evaluate("(node) => node.textContent")
     filled = page.locator("#infill-output .filled")
     expect(filled).to_have_count(2)
-    if embedded:  # else the holes are bytes that may be no text
+    if SHIPPED:  # else the holes are bytes that may be no text
         assert shown == told["text"]
         assert [filled.nth(i).evaluate("(node) => node.textContent") for i in range(2)] == told["holes"]
     expect(page.locator("#panel-infill [data-note]")).to_contain_text("2 holes")
@@ -41,19 +42,46 @@ def test_holes_are_filled(studio: Seen, served: Served) -> None:
 
 
 def test_another_candidate_can_be_chosen(studio: Seen) -> None:
+    """Two holes, one after the other: the engine counts the seeds of the second hole on from 16."""
     page = studio.page
     page.click("#tab-infill")
-    page.fill("#infill-input", "a = [[?8]]\n")
-    set_option(page, "infill", seed=1, steps=4, candidates=4)
+    page.fill("#infill-input", "a = [[?8]]\nb = [[?8]]\n")
+    candidates = [
+        {"seed": seed, "holes": None if text is None else [text], "score": score, "finish_reason": reason}
+        for seed, text, score, reason in (
+            (8, "1", -0.1, "stop"),
+            (7, "one", -2.0, "length"),
+            (23, "2", -0.2, "stop"),
+            (24, None, None, "stop"),
+        )
+    ]
+    whole = {"object": "canvas.infill", "text": "a = 1\nb = 2\n", "holes": ["1", "2"], "score": -0.15}
+    drafts = [draft(1, ["a = ", "1"], [0.0, 0.2], [True, False]), draft(1, ["\nb = ", "2"], [0.0, 0.2], [True, False])]
+    drafts[1]["block"] = 1
+    chunks = [{"object": "canvas.infill.chunk", "choices": [], "text": text} for text in ("a = 1", "\nb = 2\n")]
+    end = {**whole, "candidates": candidates, "finish_reason": "stop", "usage": usage(2, 2)}
+    answer_with(page, "/v1/canvas/infill", [drafts[0], chunks[0], drafts[1], chunks[1], end])
     page.click("#panel-infill [data-go]")
     wait_done(page, "infill")
-    candidates = page.locator(".candidate")
-    assert candidates.count() >= 2
-    candidates.last.click()
-    expect(candidates.last).to_have_attribute("aria-pressed", "true")
-    chosen = candidates.last.locator("code").inner_text()
-    shown = page.locator("#infill-output .filled").evaluate("(node) => node.textContent")
-    assert chosen in (shown.strip(), "(nothing)") or not shown.isprintable()
+    output = page.locator("#infill-output")
+    assert output.evaluate("(node) => node.textContent") == "a = 1\nb = 2\n"
+    found = page.locator(".candidate")
+    assert [one.replace("\n", " ") for one in found.all_inner_texts()] == [
+        "1 hole 1 · score −0.10",
+        "one hole 1 · score −2.00 · cut off",
+        "2 hole 2 · score −0.20",
+    ]
+    assert [found.nth(i).get_attribute("aria-pressed") for i in range(3)] == ["true", "false", "true"]
+    found.nth(1).click()
+    assert output.evaluate("(node) => node.textContent") == "a = one\nb = 2\n"
+    assert [found.nth(i).get_attribute("aria-pressed") for i in range(3)] == ["false", "true", "true"]
+
+    page.locator("#infill-timeline input[type=range]").focus()
+    page.keyboard.press("Home")
+    assert output.evaluate("(node) => node.textContent") == "a = 1\nb = ▢\n"
+    expect(page.locator("#infill-timeline output")).to_contain_text("hole 1 · step 1")
+    page.keyboard.press("End")
+    assert output.evaluate("(node) => node.textContent") == "a = one\nb = 2\n"
 
 
 def test_a_selection_becomes_a_hole(studio: Seen) -> None:

@@ -1,6 +1,5 @@
 """The page around the tabs: keyboard, themes, a phone, figures, and a server that goes and comes back."""
 
-import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 
 from studio.stage import MODEL, SHIPPED, Seen, Served, answer_chat, open_studio, serve, wait_done
@@ -83,19 +82,21 @@ def test_light_and_dark(browser: Browser, served: Served) -> None:
     context.close()
 
 
-@pytest.mark.parametrize("tab", TABS)
-def test_a_phone(browser: Browser, served: Served, tab: str) -> None:
+def test_a_phone(browser: Browser, served: Served) -> None:
     context = browser.new_context(viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True)
-    seen = open_studio(context, served.url, tab)
+    seen = open_studio(context, served.url)
     page = seen.page
-    wide = page.evaluate("document.documentElement.scrollWidth")
-    assert wide <= 360, f"the page is {wide} wide"
-    boxes = page.locator(f"#panel-{tab} button:visible, .tabs button").evaluate_all(
-        "(nodes) => nodes.map((node) => [node.getBoundingClientRect(), node.innerText])"
-    )
-    assert all(box["left"] >= 0 and box["right"] <= 360 for box, _ in boxes), boxes
+    for tab in TABS:
+        page.locator(f"#tab-{tab}").tap()
+        wide = page.evaluate("document.documentElement.scrollWidth")
+        assert wide <= 360, f"{tab} is {wide} wide"
+        boxes = page.locator(f"#panel-{tab} button:visible, .tabs button").evaluate_all(
+            "(nodes) => nodes.map((node) => [node.getBoundingClientRect(), node.innerText])"
+        )
+        assert all(box["left"] >= 0 and box["right"] <= 360 for box, _ in boxes), boxes
     page.locator("#metrics-button").tap()
     expect(page.locator("#drawer")).to_be_visible()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
     seen.check()
     context.close()
 

@@ -2,7 +2,7 @@
 
 from playwright.sync_api import expect
 
-from studio.stage import Seen, set_option, wait_done
+from studio.stage import Seen, notice, set_option, wait_done
 
 
 def test_both_run_and_replay(studio: Seen) -> None:
@@ -33,7 +33,8 @@ def test_both_run_and_replay(studio: Seen) -> None:
     assert min(widths) > 0
 
     texts = page.locator("[data-lane] [data-text]").all_inner_texts()
+    notice(page, ".lane:not(.done)")
     page.click("#race-replay")
-    expect(page.locator(".lane.done")).to_have_count(1)
+    page.wait_for_function("() => window.noticed")
     expect(page.locator(".lane.done")).to_have_count(2, timeout=15_000)
     assert page.locator("[data-lane] [data-text]").all_inner_texts() == texts

@@ -1,13 +1,25 @@
 """SVG: markup and picture side by side; whatever a model writes, the picture is plain shapes in an image."""
 
 import urllib.parse
-from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from playwright.sync_api import Page, expect
 
 from diffusiongemma.tasks.svg_safe import sanitise
-from studio.stage import SHIPPED, Seen, Served, answer_chat, draft, notice, noticed, set_option, wait_done
+from studio.stage import (
+    SHIPPED,
+    Seen,
+    Served,
+    answer_chat,
+    draft,
+    heard,
+    listen,
+    notice,
+    noticed,
+    set_option,
+    wait_done,
+)
 
 SHAPE = '<path fill="none" stroke="currentColor" d="M12 3l3 6h6l-5 5 2 7-6-4-6 4z"/>'
 STAR = f'<svg viewBox="0 0 24 24">{SHAPE}</svg>'
@@ -22,18 +34,19 @@ def drawn(page: Page) -> str:
 
 
 @pytest.mark.skipif(not SHIPPED, reason="the embedded model is not in this build")
-def test_the_embedded_model_draws(studio: Seen, served: Served) -> None:
+def test_the_embedded_model_draws(studio: Seen) -> None:
     page = studio.page
     page.click("#tab-svg")
     page.fill("#svg-wish", "Arrow  Right")
     set_option(page, "svg", seed=1, steps=16)
     notice(page, "#svg-markup span[class*=lv]")
+    listen(page)
     page.click("#panel-svg [data-go]")
     wait_done(page, "svg")
     assert noticed(page), "drafts were shown"
-    body = {"messages": [{"role": "user", "content": "SVG icon\narrow right, outline"}], "seed": 1}
-    told = served.post("/v1/chat/completions", {**body, "diffusion": {"steps": 16}})
-    text = told["choices"][0]["message"]["content"]
+    asked, events = heard(page)
+    assert asked["messages"] == [{"role": "user", "content": "SVG icon\narrow right, outline"}]
+    text = "".join(choice["delta"].get("content", "") for event in events for choice in event["choices"])
     assert page.locator("#svg-markup").evaluate("(node) => node.textContent") == text
     assert "<svg" in drawn(page)
     expect(page.locator("#svg-picture")).to_be_visible()
@@ -63,6 +76,13 @@ def test_the_picture_forms_with_its_markup(studio: Seen) -> None:
     assert page.locator("#svg-markup span.lv5").inner_text() == "q?##"
 
 
+PLAIN = [
+    '<g fill="none" stroke="currentColor" stroke-width="1.5"><path d="M5 12h14"/><circle cx="2" cy="2" r="3"/></g>',
+    '<rect width="10" height="8" x="2" y="3" opacity=".5" stroke-linecap="round" transform="rotate(15 8 8)"/>',
+    '<g fill-rule="evenodd"><g><ellipse cx="12" cy="12" rx="3" ry="4"/></g><line x1="1" y1="2" x2="3" y2="4"/></g>',
+    '<polygon points="1 2 3,4 5-6" fill="#ff8800"/><polyline points="" stroke="red" stroke-dasharray="1 2, 3"/>',
+    '<circle r="-1"/><circle r="1e2px"/><rect width="5%" height="x"/><path opacity="2"/><path id="a" class="b"/>',
+]
 HOSTILE = [
     "<script>alert(1)</script>",
     '<a href="javascript:alert(1)"><circle r="9"/></a>',
@@ -93,35 +113,59 @@ def test_hostile_markup_is_harmless(studio: Seen) -> None:
     assert all("evil" not in url for url in requests)
 
 
-@pytest.mark.parametrize("body", [STAR, *(f'<svg viewBox="0 0 24 24">{part}</svg>' for part in HOSTILE[:9])])
-def test_the_same_shapes_as_the_package_draws(studio: Seen, body: str) -> None:
+def test_the_same_shapes_as_the_package_draws(studio: Seen) -> None:
     """The page's own reader keeps nothing that `tasks/svg_safe.py` does not."""
-    script = "async (text) => { const m = await import('/studio/js/svg_safe.js'); return m.markup(m.read(text)); }"
-    assert studio.page.evaluate(script, body) == sanitise(body)
+    script = """async (texts) => {
+        const { markup, read } = await import("/studio/js/svg_safe.js");
+        return texts.map((text) => markup(read(text)));
+    }"""
+    texts = [STAR, *(f'<svg viewBox="0 0 24 24">{part}</svg>' for part in (*PLAIN, *HOSTILE[:9]))]
+    assert studio.page.evaluate(script, texts) == [sanitise(text) for text in texts]
 
 
-@pytest.mark.parametrize(
-    ("text", "shapes"),
-    [
-        ("<svg viewBox='0 0 9 9'>" + "<g>" * 30 + "<path d='M0 0h9'/>", 0),
-        ("<svg viewBox='0 0 9 9'>" + "<path d='M0 0h9'/>" * 400, 256),
-        ("<svg viewBox='0 0 9 9'><path stroke-dasharray='.001' d='M0 0h99999'/></svg>", 0),
-        ("<svg viewBox='0 0 9 9'>" + "<path opacity='.5' d='M0 0h9'/>" * 40, 0),
-        ("<" * 20_000, 0),
-        ("<path " + "a='' " * 9_000, 0),
-        ("1" * 20_000 + "<svg viewBox='0 0 " + "9" * 400 + " 9'/>", 0),
-    ],
-)
-def test_what_is_too_much_is_not_drawn(studio: Seen, text: str, shapes: int) -> None:
+TOO_MUCH = [
+    ("<svg viewBox='0 0 9 9'>" + "<g>" * 30 + "<path d='M0 0h9'/>", 0),
+    ("<svg viewBox='0 0 9 9'>" + "<path d='M0 0h9'/>" * 400, 256),
+    ("<svg viewBox='0 0 9 9'><path stroke-dasharray='.001' d='M0 0h99999'/></svg>", 0),
+    ("<svg viewBox='0 0 9 9'>" + "<path opacity='.5' d='M0 0h9'/>" * 40, 0),
+    ("<" * 20_000, 0),
+    ("<path " + "a='' " * 9_000, 0),
+    ("1" * 20_000 + "<svg viewBox='0 0 " + "9" * 400 + " 9'/>", 0),
+    ("<svg " + "&" * 16_000, 0),
+    ("<svg>" + "<!-" * 5_000, 0),
+]
+
+
+def test_what_is_too_much_is_not_drawn(studio: Seen) -> None:
     script = """async (text) => {
         const { isWellFormed, read } = await import("/studio/js/svg_safe.js");
         const began = performance.now(), drawing = read(text);
         isWellFormed(text);
         return [drawing.shapes, performance.now() - began];
     }"""
-    found: list[Any] = studio.page.evaluate(script, text)
-    assert found[0] == shapes
-    assert found[1] < 1_000, "milliseconds"
+    for text, shapes in TOO_MUCH:
+        found = studio.page.evaluate(script, text)
+        assert found[0] == shapes, text[:60]
+        assert found[1] < 1_000, (text[:60], "milliseconds")
+
+
+def test_what_is_well_formed(studio: Seen) -> None:
+    script = """async (texts) => {
+        const { isWellFormed } = await import("/studio/js/svg_safe.js");
+        return texts.map(isWellFormed);
+    }"""
+    texts = [STAR, "<svg/>", "<svg><g></g><!-- x --></svg>", '<svg a="&lt;"/>', "<svg>&amp;</svg>", f" {STAR}\n"]
+    wrong = ["", "x", "<p/>", "<svg>", "<svg></g>", "<svg a=1/>", '<svg a="1" a="2"/>', "<svg/><svg/>", "x<svg/>"]
+    wrong += ["<svg>&e;</svg>", "<svg><g></svg></g>", '<svg a="<"/>', "<!DOCTYPE svg><svg/>"]
+    for text in (*texts, *wrong):
+        try:
+            parsed = ElementTree.fromstring(text)
+        except ElementTree.ParseError:
+            assert text in wrong
+        else:
+            assert (text in texts) == (parsed.tag == "svg" and "DOCTYPE" not in text)
+    assert studio.page.evaluate(script, texts) == [True] * len(texts)
+    assert studio.page.evaluate(script, wrong) == [False] * len(wrong)
 
 
 def test_stop_reaches_the_engine(studio: Seen, served: Served) -> None:

@@ -25,10 +25,10 @@ const ATTRIBUTES = new Map(Object.entries({
 const LABEL = /^(?:xmlns|id|class|version|role|baseProfile|data-[\w.-]+|aria-[\w.-]+)$/; // without effect: no fault
 const TAG = /<(\/?)([A-Za-z][\w:-]*)((?:\s+[A-Za-z_:][\w:.-]*\s*=\s*(?:"[^"<>]*"|'[^'<>]*'))*)\s*(\/?)>/g;
 // Text with entities, a comment, or a tag: what plain XML is made of.
-const WORDS = /(?:[^<&]|&(?:amp|lt|gt|quot|apos|#[0-9]{1,7}|#x[0-9a-fA-F]{1,6});)+/;
-const COMMENT = /<!--(?:(?!--)[\s\S])*-->/;
-const STRICT_TAG = /<(\/?)([A-Za-z_][\w:.-]*)((?:\s+[A-Za-z_:][\w:.-]*\s*=\s*(?:"[^"<&]*"|'[^'<&]*'))*)\s*(\/?)>/;
-const PIECE = new RegExp(`(${WORDS.source})|${COMMENT.source}|${STRICT_TAG.source}`, "y");
+const ENTITY = "&(?:amp|lt|gt|quot|apos|#[0-9]{1,7}|#x[0-9a-fA-F]{1,6});";
+const VALUE = `(?:"(?:[^"<&]|${ENTITY})*"|'(?:[^'<&]|${ENTITY})*')`;
+const STRICT_TAG = `<(\\/?)([A-Za-z_][\\w:.-]*)((?:\\s+[A-Za-z_:][\\w:.-]*\\s*=\\s*${VALUE})*)\\s*(\\/?)>`;
+const PIECE = new RegExp(`((?:[^<&]|${ENTITY})+)|<!--(?:(?!--)[^])*-->|${STRICT_TAG}`, "y");
 const PAIR = /([A-Za-z_:][\w:.-]*)\s*=\s*(?:"([^"]*)"|'([^']*)')/g;
 const GEOMETRY = new Set("d points x y x1 y1 x2 y2 cx cy r rx ry width height".split(" "));
 
