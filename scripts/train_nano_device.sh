@@ -7,7 +7,7 @@
 # The lent machine goes back, with everything on it, after 30 idle seconds: start nothing beside these calls that could
 # outlast them, and have the next call ready.
 #
-#   freeze           keep this tree's code for later calls
+#   freeze           keep this tree's code for later calls (or that of $CARRY/tree, where other work goes on in this one)
 #   stash            keep what lies in $CARRY (part*/, tokenizer/, eval/) on this machine for later calls
 #   smoke [SECONDS]  twenty steps of nano's network on made-up data, or its speed in detail (needs no parts)
 #   unpack           token arrays and puzzles from all parts that were stashed
@@ -16,6 +16,7 @@
 #                    ($EXTRA: more options, such as `--experts dense`)
 #   finetune RECIPE MAX TOTAL   the same with another recipe, in the same run (weights of tasks may differ)
 #   collect          metrics, curves and the averaged weights in int8 (four shards) to $OUT
+#   evals SECONDS    `dgemma eval` of what was collected, as it would be shipped: all tasks side by side, to $OUT
 set -euo pipefail
 cd "$(dirname "$0")/.."
 work=${WORK:-/tmp/dgemma-nano} carry=${CARRY:-carry} out=${OUT:-$work/out}
@@ -38,6 +39,9 @@ while (($#)); do
     case $step in
     freeze)
         mkdir -p "$work/tree" && cp -r src recipes "$work/tree/"
+        if [ -d "$carry/tree" ]; then
+            rm -rf "$work/tree/src/diffusiongemma"/[!a]* && cp -r "$carry/tree/." "$work/tree/"
+        fi
         tree=$work/tree PYTHONPATH=$work/tree/src ;;
     stash)
         for part in "$carry"/part*/; do [ -d "$part" ] && cp -rn "$part" "$work/parts/"; done
@@ -89,9 +93,37 @@ while (($#)); do
 	from diffusiongemma.train.export import save_raw
 	save_raw(averaged(Path(sys.argv[1])), Path(sys.argv[2]), int8=True)
 	END
-        gzip -c "$work/run/metrics.jsonl" >"$out/metrics.jsonl.gz"
-        gzip -c "$work/train.log" >"$out/train.log.gz"
-        [ -f "$work/run/curves.png" ] && cp "$work/run/curves.png" "$out/"
+        cp "$work/train.log" "$work/run/"
+        (cd "$work/run" && tar czf "$out/run.tar.gz" metrics.jsonl train.log curves.png)
+        ls -l "$out" ;;
+    evals)
+        rm -rf "$work/eval-out" "$work/shipped" && mkdir -p "$work/eval-out"
+        python3 -m diffusiongemma.train.ship "$out" "$work/shipped" --tokenizer "$work/tokenizer"
+        (nvidia-cuda-mps-control -d || true) >/dev/null 2>&1 # several processes at once on the GPU, where it can
+        judge() { # NAME ARGUMENTS: one process; what it says and every answer are kept
+            local name=$1
+            shift
+            OMP_NUM_THREADS=1 timeout "$limit" python3 -m diffusiongemma eval "$@" -m "$work/shipped" --device cuda --dtype float32 \
+                --json --output "$work/eval-out/$name.jsonl" >"$work/eval-out/$name.json" 2>"$work/eval-out/$name.err" || echo "$name: $?" &
+        }
+        limit=$1
+        shift
+        judge sudoku sudoku --attempts 5
+        judge sudoku-ar sudoku --mode ar --set qqwing_expert --set gymnasium_sudoku
+        judge sudoku-all sudoku --all-steps --set qqwing_expert --set gymnasium_sudoku
+        judge sudoku-steps sudoku --set qqwing_expert --steps 8,16,32,48,96,192
+        judge line infill --set line
+        judge line-4 infill --set line --candidates 4
+        judge line-ar infill --set line --mode ar
+        judge line-all infill --set line --all-steps
+        judge blocks infill --set lines --set inside
+        judge blocks-ar infill --set lines --set inside --mode ar
+        judge svg svg
+        judge svg-ar svg --mode ar
+        judge arithmetic arithmetic --mode both
+        wait
+        tail -n 3 "$work"/eval-out/*.err
+        tar czf "$out/evals.tar.gz" -C "$work" eval-out
         ls -l "$out" ;;
     *)
         echo "unknown step $step" >&2

@@ -24,6 +24,7 @@ from diffusiongemma.train.export import export, rebuild
 from diffusiongemma.train.flops import peak_flops, row_flops
 from diffusiongemma.train.forward import TrainingForward
 from diffusiongemma.train.graphs import Recorded, record_all
+from diffusiongemma.train.held import Held
 from diffusiongemma.train.initial import first_weights
 from diffusiongemma.train.objective import Result, micro_loss
 from diffusiongemma.train.optim import Optimizer, clear_gradients, gradient_norm, rate
@@ -61,6 +62,11 @@ class Trainer:
         layers, experts = config.num_hidden_layers, config.num_experts
         self.usage = torch.full((layers, experts), 1.0 / experts, device=device)
         self.graphs: dict[str, Recorded] = {}
+        self.held = {
+            task.name: Held.nobody(self.batches.draw(n, 0).to(device), config.hidden_size, dtype, task.hold)
+            for n, task in enumerate(recipe.tasks)
+            if task.hold
+        }
         self.step, self.trained_seconds, self.tokens = 0, 0.0, 0
         self._resume()
         self.report = Report(out, self.step, quiet)
@@ -155,6 +161,7 @@ class Trainer:
             usage=self.usage,
             rounds=task.rounds,
             noise=task.noise,
+            held=self.held.get(rows.task),
         )
 
     def _tokens(self, rows: Rows) -> int:
@@ -166,6 +173,7 @@ class Trainer:
         if self.device.type != "cuda":
             return
         start = time.monotonic()
+        resumed = {name: {k: t.clone() for k, t in held.tensors().items()} for name, held in self.held.items()}
         experts = self.forward.experts
         plans: list[tuple[ExpertsPath, bool]] = [(experts, False)]
         if self.forward.compiled:
@@ -182,6 +190,8 @@ class Trainer:
                 self.report.say(f"experts {path}, compile {compiled} failed: {reason}")
         if self.recipe.run.graphs:
             self._record()
+        for name, held in self.held.items():
+            held.load(resumed[name])
         self.report.say(
             f"warm-up {time.monotonic() - start:.1f} s, experts {path}, compile {compiled}, graphs {len(self.graphs)}, "
             f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at most, first losses {losses}"
@@ -192,10 +202,12 @@ class Trainer:
         examples = [self.batches.draw(n, 0) for n in range(len(self.recipe.tasks))]
         try:
             recorded = record_all(self._backward, [rows.to(self.device) for rows in examples], self.model)
+            self._forget()
             torch.manual_seed(0)
             replayed = recorded[examples[0].task](examples[0]).loss.item()
             norm = gradient_norm(self.model)
             clear_gradients(self.model, keep=True)
+            self._forget()
             torch.manual_seed(0)
             plain = self._backward(examples[0]).loss.item()
             expected = gradient_norm(self.model)
@@ -210,13 +222,20 @@ class Trainer:
             self.report.say("the graph's loss or gradient is another one: going on without graphs")
         clear_gradients(self.model, keep=bool(self.graphs))
 
+    def _forget(self) -> None:
+        """Two passes are only comparable if the first leaves nothing behind."""
+        for held in self.held.values():
+            held.clear()
+
     def _try_all(self) -> dict[str, float]:
         losses = {}
+        self._forget()
         for number, task in enumerate(self.recipe.tasks):
             torch.manual_seed(number)
             losses[task.name] = round(self._backward(self.batches.draw(number, 0)).loss.item(), 3)
         if self.forward.compiled:  # the same numbers without the compiler, on the smallest risk of memory: no gradient
             compiled, self.forward = self.forward, TrainingForward(self.model, self.forward.experts)
+            self._forget()
             with torch.no_grad():
                 torch.manual_seed(0)
                 task = self.recipe.tasks[0]
@@ -263,7 +282,8 @@ class Trainer:
             "recipe": {"name": self.recipe.name, "tasks": [asdict(task) for task in self.recipe.tasks]},
         }
         buffers = {f"buffer.{name}": value for name, value in self.model.named_buffers()}
-        tensors = {**self.optimizer.tensors(), **buffers, "usage": self.usage}
+        kept = {f"held.{task}/{k}": t for task, held in self.held.items() for k, t in held.tensors().items()}
+        tensors = {**self.optimizer.tensors(), **buffers, **kept, "usage": self.usage}
         return checkpoint.save(self.out / "checkpoints", self.step, tensors, state, self.recipe.run.keep_checkpoints)
 
     def _resume(self) -> None:
@@ -274,6 +294,9 @@ class Trainer:
             raise CheckpointError(f"{self.out} holds a run of another network: give another folder, or its own recipe")
         self.optimizer.load(saved.tensors, saved.state["updates"])
         self.usage.copy_(saved.tensors["usage"])
+        for name, held in self.held.items():
+            own = f"held.{name}/"
+            held.load({key.removeprefix(own): t for key, t in saved.tensors.items() if key.startswith(own)})
         self.step, self.tokens = saved.step, saved.state["tokens"]
         self.trained_seconds = saved.state["trained_seconds"]
 

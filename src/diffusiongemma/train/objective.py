@@ -7,7 +7,7 @@ sampler would make of that belief, accepted guesses and fresh noise, so that the
 
 A task with `rounds` follows the sampler further: every pass is trained, and what it believed makes the canvas and the
 conditioning of the next. No pass is without gradient, and the model meets the states that it leads itself into; boards
-that need many steps of thought gain most.
+that need many steps of thought gain most. With `hold` it follows it into the next micro-batches (train/held.py).
 
 Legend: B rows, P prefix, L canvas, R = views * B canvases, N = R L, D hidden, V vocabulary.
 """
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from diffusiongemma.train.forward import Routing, TrainingForward
+from diffusiongemma.train.held import Held
 from diffusiongemma.train.losses import cross_entropy, look
 from diffusiongemma.train.recipe import ObjectiveConfig
 from diffusiongemma.train.rows import Rows
@@ -75,8 +76,11 @@ def micro_loss(
     usage: Tensor | None = None,
     rounds: int = 1,
     noise: tuple[float, float] = NOISE,
+    held: Held | None = None,
 ) -> Result:
     """The loss of one micro-batch; uses the default random generators of the rows' device."""
+    if held is not None:
+        rows = held.admit(rows)
     model, cap = forward.model, forward.config.final_logit_softcapping
     head = model.embed_tokens.weight
     tokens = torch.cat([rows.prefix, rows.canvas], dim=1)
@@ -95,16 +99,22 @@ def micro_loss(
         unrolled = int(conditioned * config.unroll)
         noisy = torch.cat([drafted[:unrolled], noisy[unrolled:]])
         soft = torch.cat([soft, soft.new_zeros(noisy.numel() - len(soft), soft.shape[1])])  # zeros: no belief yet
+    if held is not None:
+        noisy, soft = held.state(noisy)
     losses, routings = [], [routing]
     for n in range(rounds):
         hidden, decoder_routing = forward.denoise(noisy, soft, prefix)
         loss, _, right = cross_entropy(hidden, head, canvas.flatten(), weight.flatten(), cap, forward.compiled)
         losses.append(loss)
         routings.append(decoder_routing)
-        if n + 1 < rounds:
+        if n + 1 < rounds or held is not None:
             soft, drafted = _believe(forward, hidden.detach(), pinned, config)
             noisy = torch.where(pinned, canvas, drafted)
     decoder = torch.stack(losses).mean()
+    if held is not None:
+        assert soft is not None
+        solved = (right.view(canvas.shape) | (weight == 0)).all(dim=1)
+        held.keep(rows, noisy, soft, solved, rounds)
 
     aux = balance(routings, usage)
     # The balance is a mean over layers; its weight is meant for each of them.
@@ -120,6 +130,8 @@ def micro_loss(
         }
         if rounds > 1:
             metrics |= {"first round": losses[0].detach(), "last round": losses[-1].detach()}
+        if held is not None:
+            metrics |= {"solved": solved.float().mean(), "held": (held.age > 0).float().mean()}
     return Result(loss, load, metrics)
 
 

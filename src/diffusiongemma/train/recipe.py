@@ -25,6 +25,7 @@ class TaskConfig:
     canvas: int
     views: int = 1  # canvases with noise of their own over one encoded row
     rounds: int = 1  # passes over each canvas, all trained: each after the first is the sampler's next step
+    hold: int = 0  # rounds at most over several micro-batches, for canvases that are still wrong; 0: one micro-batch
     noise: tuple[float, float] = (1e-3, 1.0)  # range of t, the share of a canvas that is noise
     tail_weight: float = 1.0  # of the canvas's last position; falls evenly from 1 at its first
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -102,6 +103,8 @@ class Recipe:
         for task in self.tasks:
             if task.weight <= 0 or min(task.prefix, task.canvas, task.views, task.rounds) < 1:
                 problems.append(f"task {task.name}: weight, prefix, canvas, views and rounds must be positive")
+            if task.hold and (task.hold <= task.rounds or task.views > 1):
+                problems.append(f"task {task.name}: hold must be more than its {task.rounds} rounds, with one view")
             if not 0 < task.noise[0] <= task.noise[1] <= 1:
                 problems.append(f"task {task.name}: noise must be two shares above 0, the lower first")
         if (self.model is None) == (not self.init_from):
