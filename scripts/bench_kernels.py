@@ -1,6 +1,6 @@
 """Time, floor and error of the expert and linear kernels at the 26B-A4B geometry, on one GPU.
 
-    python3 scripts/bench_kernels.py [--only experts-int4 …] [--users 1 2 4 8 16] [--tune] [--save tiles.json]
+    python3 scripts/bench_kernels.py [--only experts-pairs …] [--users 1 2 4 8 16] [--tune] [--save tiles.json]
 
 Needs torch and Triton only. A floor is every byte of weights, scales, input and output once at 4.33 TB/s, what an H200
 reads. Calls are captured into a CUDA graph over several sets of weights, so that none comes from the cache. An error is
@@ -18,13 +18,15 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
@@ -33,24 +35,27 @@ from torch import Tensor
 from diffusiongemma.config import ModelConfig
 from diffusiongemma.ops import kernels, product_triton, tiles
 from diffusiongemma.ops.experts import geglu
-from diffusiongemma.ops.experts_triton import combine, experts_rows, gate_up
+from diffusiongemma.ops.experts_triton import combine, experts_rows
 from diffusiongemma.ops.experts_triton import down as down_pairs
+from diffusiongemma.ops.few_triton import FEW, Piece, experts_few, few, mlp_few
 from diffusiongemma.ops.fused import Rows
 from diffusiongemma.ops.kernels import compiling, shared_memory
-from diffusiongemma.ops.linear_triton import mlp, quantize_rows
+from diffusiongemma.ops.linear_triton import mlp
 from diffusiongemma.ops.product import weights
 from diffusiongemma.ops.product_triton import product
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.routing import Routing
 from diffusiongemma.ops.routing import route as reference_route
 from diffusiongemma.ops.routing_triton import route
+from diffusiongemma.ops.rows_triton import quantize_rows
 from diffusiongemma.ops.tiles import Shape, Tile, block_rows
 
 BANDWIDTH = 4.33e12
 CACHE = 60 << 20
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
-LIMITS = {"bf16": 1e-2, "int8": 1e-2, "int4": 1e-2, "fp8": 6e-2}
+LIMITS = {"bf16": 1e-2, "int8": 1e-2, "fp8": 6e-2, "pairs": 6e-2}
+EIGHT = ("fp8", "pairs-64", "pairs-32")  # formats whose activations are fp8
 
 
 @dataclass
@@ -61,6 +66,7 @@ class Bench:
     dry: bool = False  # compile only
     rows: list[dict[str, Any]] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
+    done: set[str] = field(default_factory=set)  # shapes that were tuned: 8 and 16 users have the same blocks
 
     @property
     def tokens(self) -> list[int]:
@@ -88,17 +94,29 @@ class Bench:
         )
         self.rows.append(dict(name=name, us=round(us, 2), floor_us=round(floor, 2), error=wrong, note=note))
 
-    def tuned(self, shape: Shape, call: Callable[[Tile], object]) -> None:
-        """Time many tiles and keep the best; `call` runs the product with a tile."""
+    def tuned(self, shape: Shape, calls: Callable[[Tile], list[Callable[[], object]]]) -> None:
+        """Time many tiles and keep the best; `calls` are the products with a tile, over different weights."""
         if not self.tune or not CUDA or (not shape.experts and shape.rows not in (1, *self.tokens)):
             return
+        if shape.key() in self.done:
+            return
+        self.done.add(shape.key())
         limit = shared_memory(DEVICE)
         wanted = [tile for tile in more(shape) if tiles.shared_bytes(shape, tile) <= limit]
         if self.dry:
             for tile in wanted:
-                call(tile)
-        else:
-            tiles.tune(shape, call, limit, wanted)
+                calls(tile)[0]()
+            return
+        times: dict[Tile, float] = {}
+
+        def measure(tile: Tile) -> float:
+            times[tile] = microseconds(calls(tile), 3)
+            return times[tile]
+
+        tiles.tune(shape, measure, limit, wanted)
+        ranked = sorted(times, key=lambda tile: times[tile])
+        best = ", ".join(f"{brief(tile)} {times[tile]:.1f}" for tile in [*ranked[:6], ranked[-1]])
+        print(f"   {shape.key()}: {len(times)} of {len(wanted)} tiles run; {best}", flush=True)
 
 
 # ---- measuring ---------------------------------------------------------------------------------------------------
@@ -153,13 +171,14 @@ def stored(fmt: str, *shape: int) -> Stored:
         return q, (0.5 + torch.rand(*lead, 1, device=DEVICE)) * inputs**-0.5 / 73
     if fmt == "fp8":
         q = torch.empty(shape, dtype=FP8, device=DEVICE)
-        for part in q.view(-1, inputs).split(1 << 16):
-            part.copy_(torch.randn(part.shape, device=DEVICE) * 100)
+        for part in q.view(-1, inputs).split(1 << 16):  # what is beyond 448 would be no number
+            part.copy_((torch.randn(part.shape, device=DEVICE) * 100).clamp_(-448, 448))
         return q, (0.5 + torch.rand(*lead, 1, device=DEVICE)) * inputs**-0.5 / 100
-    group = int(fmt.removeprefix("int4-"))
-    words = torch.randint(-(2**15), 2**15, (*lead, inputs // 4), dtype=torch.int16, device=DEVICE)
-    scale = 0.5 + torch.rand(*lead[:-1], inputs // group, lead[-1], device=DEVICE)
-    return words, (scale * inputs**-0.5 / 4.6).to(torch.bfloat16)
+    group = int(fmt.removeprefix("pairs-"))
+    places = (*lead[:-1], lead[-1] // 128, inputs // group, 64)
+    bits = ((0.5 + torch.rand(*places, 2, device=DEVICE)) * inputs**-0.5 / 4.6).to(torch.bfloat16)
+    q = torch.randint(0, 256, (*places, group), dtype=torch.uint8, device=DEVICE)
+    return q, bits.view(torch.int32).squeeze(-1)
 
 
 def routed(tokens: int, config: ModelConfig) -> tuple[Tensor, Tensor]:
@@ -191,9 +210,25 @@ def small_kernels(bench: Bench, tokens: int) -> None:
     pairs = torch.randn(index.numel(), config.hidden_size, dtype=torch.bfloat16, device=DEVICE)
     bench.add(f"combine {tokens} tokens", [lambda: combine(pairs, k)], nbytes(pairs) * (1 + 1 / k),
               lambda: relative(combine(pairs, k), pairs.double().view(tokens, k, -1).sum(1)), 1e-2)  # fmt: skip
-    x = pairs[:tokens]
-    bench.add(f"quantise {tokens} rows", [lambda: quantize_rows(x)], nbytes(x) * 1.5,
-              lambda: relative(quantize_rows(x).wide(), x.double()), LIMITS["fp8"])  # fmt: skip
+
+
+def bench_quantise(bench: Bench) -> None:
+    """Rows before a product in fp8: the experts' between their two, the dense MLP's, and attention's before o_proj"""
+    config = bench.config
+    k, heads = config.top_k_experts, config.num_attention_heads
+    mixed, wide = heads * config.head_dim, heads * config.global_head_dim
+    widths = (config.intermediate_size, config.hidden_size, mixed, wide)
+    shapes = [(1, width) for width in widths] + [(t, width) for t in bench.tokens for width in widths]
+    for rows, width in [*shapes, *((t * k, config.moe_intermediate_size) for t in (1, *bench.tokens))]:
+        x = torch.randn(rows, width, dtype=torch.bfloat16, device=DEVICE)
+        for warps in (None, *((1, 2, 4, 8, 16) if CUDA and bench.tune else ())):
+            bench.add(f"quantise [{rows}, {width}]" + (f", {warps} warps" if warps else ""),
+                      [partial(quantize_rows, x, warps)], nbytes(x) * 1.5,
+                      partial(quantise_error, x, warps), LIMITS["fp8"])  # fmt: skip
+
+
+def quantise_error(x: Tensor, warps: int | None) -> float:
+    return relative(quantize_rows(x, warps).wide(), x.double())
 
 
 def routing_error(index: Tensor, routing: Routing) -> float:
@@ -208,7 +243,7 @@ def bench_experts(fmt: str) -> Callable[[Bench], None]:
     def run(bench: Bench) -> None:
         experts, hidden, width = bench.config.num_experts, bench.config.hidden_size, bench.config.moe_intermediate_size
         sets = [(stored(fmt, experts, 2 * width, hidden), stored(fmt, experts, hidden, width)) for _ in range(2)]
-        for tokens in (*bench.tokens, 1, 8):
+        for tokens in (*bench.tokens, 1, 4, 8):
             experts_once(bench, fmt, sets, tokens)
 
     return run
@@ -219,64 +254,101 @@ def experts_once(bench: Bench, fmt: str, sets: list[tuple[Stored, Stored]], toke
     index, weight = routed(tokens, config)
     # Few tokens touch few experts, which would stay in the cache: other calls, other experts.
     picks = [(index, weight), *(routed(tokens, config) for _ in range(0 if tokens > 64 or not CUDA else 7))]
-    pairs, block = index.numel(), block_rows(index.numel(), config.num_experts)
+    number = tiles.format_of(up[0]) or "bf16"
+    pairs, block = index.numel(), block_rows(index.numel(), config.num_experts, number)
     routings = [route(i, config.num_experts, block) for i, _ in picks]
     routing = routings[0]
     x = torch.randn(tokens, config.hidden_size, dtype=torch.bfloat16, device=DEVICE)
-    rows = quantize_rows(x) if fmt == "fp8" else Rows(x)
-    number = tiles.format_of(up[0]) or "bf16"
+    rows = quantize_rows(x) if fmt in EIGHT else Rows(x)
     wide = Shape(number, config.hidden_size, config.moe_intermediate_size, config.num_experts, True, block)
     back = Shape(number, config.moe_intermediate_size, config.hidden_size, config.num_experts, False, block)
-    hidden = gate_up(rows, routing, *up)
-    if tokens == 8:  # the same shape as one token
+    middle = product(rows, *up, gated=True, routing=routing)
+    hidden = quantize_rows(middle.values) if fmt in EIGHT else middle
+    if tokens in (4, 8):  # the same shape as one token
         bench = replace(bench, tune=False)
-    bench.tuned(wide, lambda t: product(rows, *up, gated=True, quantise=fmt == "fp8", routing=routing, tile=t))
-    bench.tuned(back, lambda t: product(hidden, *down, routing=routing, share=weight.flatten(), tile=t))
+    share = weight.flatten()
+    bench.tuned(wide, lambda t: [partial(product, rows, *u, gated=True, routing=r, tile=t)
+                                 for r in routings for u, _ in sets])  # fmt: skip
+    bench.tuned(back, lambda t: [partial(product, hidden, *d, routing=r, share=share, tile=t)
+                                 for r in routings for _, d in sets])  # fmt: skip
     hit = len(index.unique()) / config.num_experts
     flops = 2.0 * pairs * config.hidden_size * 2 * config.moe_intermediate_size
     label = f"{fmt} {tokens} tokens, {pairs / config.num_experts:g}/expert"
+    up_bytes = hit * nbytes(*up) + nbytes(rows.values, middle.values)
+    down_bytes = hit * nbytes(*down) + nbytes(hidden.values) + 2 * pairs * config.hidden_size
     bench.add(
-        f"gate_up {label}", [partial(gate_up, rows, r, *u) for r in routings for u, _ in sets],
-        hit * nbytes(*up) + nbytes(rows.values, hidden.values),
-        lambda: relative(hidden.wide(), hidden_reference(x, routing, up)), limit, flops, short(wide),
+        f"gate_up {label}", [partial(product, rows, *u, gated=True, routing=r) for r in routings for u, _ in sets],
+        up_bytes, lambda: relative(middle.wide(), hidden_reference(x, routing, up)), limit, flops, short(wide),
     )  # fmt: skip
     bench.add(
-        f"down    {label}", [partial(down_pairs, hidden, r, weight, *d) for r in routings for _, d in sets],
-        hit * nbytes(*down) + nbytes(hidden.values) + 2 * pairs * config.hidden_size,
+        f"down    {label}", [partial(down_pairs, hidden, r, weight, *d) for r in routings for _, d in sets], down_bytes,
         lambda: relative(down_pairs(hidden, routing, weight, *down),
                          down_reference(hidden.wide().double(), routing, weight, down)), 1e-2, flops / 2, short(back),
     )  # fmt: skip
 
-    def error() -> float:
+    def whole() -> Tensor:
         expected = down_reference(hidden_reference(x, routing, up), routing, weight, down)
-        expected = expected.view(tokens, config.top_k_experts, -1).sum(1)
-        return relative(experts_rows(rows, index, weight, *up, *down), expected)
+        return expected.view(tokens, config.top_k_experts, -1).sum(1)
+
+    def error() -> float:
+        return relative(experts_rows(rows, index, weight, *up, *down), whole())
 
     bench.add(
         f"EXPERTS {label}", [partial(experts_rows, rows, *pick, *u, *d) for pick in picks for u, d in sets],
         hit * nbytes(*up, *down) + 2 * nbytes(x), error, limit, 1.5 * flops, f"{hit:.0%} of the experts hit",
     )  # fmt: skip
+    if tokens <= 2 * FEW:
+        few_once(
+            bench, label, sets, picks, x, error_of=lambda out: relative(out, whole()), floors=(up_bytes, down_bytes)
+        )
+
+
+def few_once(bench: Bench, label: str, sets: list[tuple[Stored, Stored]], picks: list[tuple[Tensor, Tensor]], x: Tensor,
+             error_of: Callable[[Tensor], float], floors: tuple[float, float]) -> None:  # fmt: skip
+    """The way of a few tokens: its two products, with several pieces where tuning, and both"""
+    (up, down), (index, weight) = sets[0], picks[0]
+    rows, middle = Rows(x), Rows(few(Rows(x), *up, gated=True, index=index))
+    for gated, name, floor in ((True, "gate_up", floors[0]), (False, "down", floors[1])):
+        for piece in (None, *(pieces(gated) if CUDA and bench.tune else ())):
+            if gated:
+                calls = [partial(few, rows, *u, gated=True, index=i, piece=piece) for i, _ in picks for u, _ in sets]
+            else:
+                calls = [partial(few, middle, *d, index=i, share=w, piece=piece) for i, w in picks for _, d in sets]
+            bench.add(f"few {name} {label}{f', {tuple(asdict(piece).values())}' if piece else ''}", list(calls), floor,
+                      lambda: 0.0, 1.0)  # fmt: skip
+    calls = [partial(experts_few, rows, *pick, *u, *d) for pick in picks for u, d in sets]
+    bench.add(f"FEW {label}", list(calls), sum(floors), lambda: error_of(experts_few(rows, index, weight, *up, *down)),
+              1e-2)  # fmt: skip
+
+
+def pieces(gated: bool) -> list[Piece]:
+    """Rows of the weight a program, inputs a turn, warps, stages"""
+    outputs = (4, 8, 16) if gated else (2, 4, 8)
+    steps = (256, 512) if gated else (256, 1024)
+    return [Piece(o, step, 4, stages) for o in outputs for step in steps for stages in (1, 3, 5)]
 
 
 def hidden_reference(x: Tensor, routing: Routing, up: Stored) -> Tensor:
     """Float64: GeGLU of the pairs by expert"""
-    return geglu(by_expert(x.double()[routing.order.long() // routing.top_k], routing, up))
+    return geglu(by_expert(x.double()[routing.order.long() // routing.top_k], routing, up, True))
 
 
 def down_reference(hidden: Tensor, routing: Routing, weight: Tensor, down: Stored) -> Tensor:
     """Float64: weighted results of the pairs in their own order"""
     order = routing.order.long()
-    out = torch.empty(len(order), down[0].shape[-2], dtype=torch.float64, device=DEVICE)
-    out[order] = by_expert(hidden, routing, down) * weight.flatten().double()[order, None]
+    made = by_expert(hidden, routing, down)
+    out = torch.empty_like(made)
+    out[order] = made * weight.flatten().double()[order, None]
     return out
 
 
-def by_expert(rows: Tensor, routing: Routing, kept: Stored) -> Tensor:
-    out = rows.new_empty(len(rows), kept[0].shape[-2])
+def by_expert(rows: Tensor, routing: Routing, kept: Stored, gated: bool = False) -> Tensor:
+    outputs = product_triton.outputs_of(kept[0], gated) * (1 + gated)
+    out = rows.new_empty(len(rows), outputs)
     for expert, first, end in routing.table.t().tolist():
         if expert >= 0:
             part = slice(first, min(end, first + routing.block))
-            wide = weights(kept[0][expert], None if kept[1] is None else kept[1][expert])
+            wide = weights(kept[0][expert], None if kept[1] is None else kept[1][expert], gated)
             out[part] = rows[part] @ wide.double().t()
     return out
 
@@ -304,37 +376,45 @@ def bench_linear(fmt: str) -> Callable[[Bench], None]:
 def mlp_once(bench: Bench, fmt: str, sets: list[tuple[Stored, Stored]], tokens: int) -> None:
     config, (up, down) = bench.config, sets[0]
     x = torch.randn(tokens, config.hidden_size, dtype=torch.bfloat16, device=DEVICE)
-    rows = quantize_rows(x) if fmt == "fp8" else Rows(x)
+    rows = quantize_rows(x) if fmt in EIGHT else Rows(x)
+
+    def reference() -> Tensor:
+        return geglu(x.double() @ weights(*up, True).double().t()) @ weights(*down).double().t()
 
     def error() -> float:
-        reference = geglu(x.double() @ weights(*up).double().t()) @ weights(*down).double().t()
-        return relative(mlp(rows, *up, *down), reference)
+        return relative(mlp(rows, *up, *down), reference())
 
     flops = 6.0 * tokens * config.hidden_size * config.intermediate_size
     bench.add(f"MLP {fmt} {tokens} rows", [partial(mlp, rows, *u, *d) for u, d in sets],
               nbytes(*up, *down) + 2 * nbytes(x), error, LIMITS[fmt.split("-")[0]], flops)  # fmt: skip
+    if tokens <= FEW:
+        bench.add(f"MLP {fmt} {tokens} rows, few", [partial(mlp_few, Rows(x), *u, *d) for u, d in sets],
+                  nbytes(*up, *down) + 2 * nbytes(x), lambda: relative(mlp_few(Rows(x), *up, *down), reference()),
+                  1e-2, flops)  # fmt: skip
 
 
 def linear_once(bench: Bench, name: str, fmt: str, sets: list[Stored], tokens: int, outputs: int, inputs: int,
                 gated: bool) -> None:  # fmt: skip
-    limit, quantise, first = LIMITS[fmt.split("-")[0]], gated and fmt == "fp8", sets[0]
+    limit, first = LIMITS[fmt.split("-")[0]], sets[0]
     x = torch.randn(tokens, inputs, dtype=torch.bfloat16, device=DEVICE)
-    rows = quantize_rows(x) if fmt == "fp8" else Rows(x)
+    rows = quantize_rows(x) if fmt in EIGHT else Rows(x)
     shape = Shape(tiles.format_of(first[0]) or "bf16", inputs, outputs, 0, gated, tokens)
-    bench.tuned(shape, lambda t: product(rows, *first, gated=gated, quantise=quantise, tile=t))
+    bench.tuned(shape, lambda t: [partial(product, rows, *s, gated=gated, tile=t) for s in sets])
     flops = 2.0 * tokens * outputs * (1 + gated) * inputs
-    moved = nbytes(*first, rows.values) + tokens * outputs * (1 if quantise else 2)
+    moved = nbytes(*first, rows.values) + tokens * outputs * 2
     label = f"{name} {fmt} {tokens} rows"
 
     def reference() -> Tensor:
-        out = x.double() @ weights(*first).double().t()
+        out = x.double() @ weights(*first, gated).double().t()
         return geglu(out) if gated else out
 
     bench.add(
-        label, [partial(product, rows, *s, gated=gated, quantise=quantise) for s in sets], moved,
-        lambda: relative(product(rows, *first, gated=gated, quantise=quantise).wide(), reference()), limit, flops,
-        short(shape),
+        label, [partial(product, rows, *s, gated=gated) for s in sets], moved,
+        lambda: relative(product(rows, *first, gated=gated).wide(), reference()), limit, flops, short(shape),
     )  # fmt: skip
+    if tokens <= FEW:
+        bench.add(f"{label}, few", [partial(few, Rows(x), *s, gated=gated) for s in sets], moved,
+                  lambda: relative(few(Rows(x), *first, gated=gated), reference()), 1e-2, flops)  # fmt: skip
     if CUDA and fmt == "bf16":
         bench.add(f"{label}, torch", [partial(library, x, s[0], gated) for s in sets], moved,
                   lambda: relative(library(x, first[0], gated), reference()), limit, flops)  # fmt: skip
@@ -360,33 +440,97 @@ def vendor(x: Rows, s: Stored, fast: bool) -> Tensor:
 # ---- tiles -------------------------------------------------------------------------------------------------------
 
 
-def more(shape: Shape) -> Iterator[Tile]:
+def more(shape: Shape) -> list[Tile]:
     """A wider list than the package's own, the rule's first choice first."""
-    seen = set()
     first = tiles.candidates(shape)[0]
-    sizes = [(64, 4, 0), (128, 4, 0), (128, 8, 0)]
-    if shape.format == "int4" and shape.rows <= 32:
-        sizes += [(128, 4, 128), (128, 8, 128), *([] if shape.gated else [(64, 4, 128), (256, 8, 128)])]
-    wide = [Tile(first.rows, o, w, s, g) for o, w, g in sizes for s in (2, 3, 4, 6)]
-    for tile in [*tiles.candidates(shape), *wide]:
-        sums = tile.rows * tile.outputs * (1 + shape.gated) // (32 * tile.warps)
-        if tile not in seen and sums <= 128:
-            seen.add(tile)
-            yield tile
+    rows, few = first.rows, first.rows <= 32
+    if shape.format == "pairs":
+        ways = [(1, 0), (2, 0)] if rows != 32 else [(1, 0), (1, 96), (2, 0), (2, 128)]
+        if shape.inputs // 64 % 2:
+            ways = [way for way in ways if way[0] == 1]
+        halves = (False, True) if shape.experts and rows in (32, 64) else (False,)
+        found = [Tile(rows, first.outputs, warps, stages, limit, half, turns)
+                 for warps in ((4,) if few else (4, 8)) for turns, limit in ways for half in halves
+                 for stages in ((3, 4, 6, 8) if few else (3, 5))]  # fmt: skip
+    else:
+        sizes = {
+            (64, 4, 0): (2, 3, 4, 5, 6) if shape.gated else (3, 4, 5, 6, 8),
+            (128, 4, 0): (3,) if shape.gated else (3, 4, 5, 6, 8),
+            (128, 8, 0): (2, 3, 4, 6),
+            (256, 8, 0): () if shape.gated else (3, 4),
+        }
+        if not few:
+            sizes = {(64, 4, 0): (3, 4, 6), (128, 4, 0): (3, 4), (128, 8, 0): (3, 4, 6)}
+        found = [Tile(rows, o, warps, s, limit) for (o, warps, limit), stages in sizes.items() for s in stages]
+    fitting = [t for t in found if t.rows * t.outputs * (1 + shape.gated) // (32 * t.warps) <= 128]
+    return list(dict.fromkeys([first, *fitting]))
+
+
+def brief(tile: Tile) -> str:
+    extra = f" r{tile.registers}" * bool(tile.registers) + " half" * tile.half + f" x{tile.turns}" * (tile.turns > 1)
+    return f"{tile.rows}x{tile.outputs} w{tile.warps} s{tile.stages}{extra}"
 
 
 def short(shape: Shape) -> str:
-    tile = tiles.choose(shape, shared_memory(DEVICE))
-    mark = "tuned" if shape.key() in tiles.TUNED else "rule"
-    return (
-        f"{tile.rows}x{tile.outputs} w{tile.warps} s{tile.stages}{f' r{tile.registers}' * bool(tile.registers)} {mark}"
-    )
+    return f"{brief(tiles.choose(shape, shared_memory(DEVICE)))} {'tuned' if shape.key() in tiles.TUNED else 'rule'}"
+
+
+def profile(bench: Bench, fmt: str) -> None:
+    """Each product of the experts once, for a profiler to look at."""
+    config = bench.config
+    experts, hidden, width = config.num_experts, config.hidden_size, config.moe_intermediate_size
+    up, down = stored(fmt, experts, 2 * width, hidden), stored(fmt, experts, hidden, width)
+    index, weight = routed(bench.tokens[0], config)
+    routing = route(index, experts, block_rows(index.numel(), experts, tiles.format_of(up[0])))
+    x = torch.randn(bench.tokens[0], hidden, dtype=torch.bfloat16, device=DEVICE)
+    made = product(quantize_rows(x) if fmt in EIGHT else Rows(x), *up, gated=True, routing=routing)
+    rows = quantize_rows(made.values) if fmt in EIGHT else made
+    product(rows, *down, routing=routing, share=weight.flatten())
+    print(f"profiled {fmt}: gate_up, down", flush=True)
+
+
+# ---- what memory gives --------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def read_kernel(w, out, PIECES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr,
+                STEP: tl.constexpr, SIZE: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """One program reads PIECES pieces of ROWS x WIDTH bytes, a STEP apart; SIZE bytes belong to it."""
+    at = w + tl.program_id(0).to(tl.int64) * SIZE
+    at += (tl.arange(0, ROWS) * STRIDE)[:, None] + tl.arange(0, WIDTH)[None, :]
+    total = tl.zeros((ROWS, WIDTH), tl.uint8)
+    for piece in tl.range(0, PIECES, num_stages=STAGES):
+        total ^= tl.load(at + piece * STEP)
+    tl.store(out + tl.program_id(0), tl.max(total.to(tl.int32)))
+
+
+def bench_read(bench: Bench) -> None:
+    """The experts' reads without their products: how much of the bandwidth each way of lying in memory gives."""
+    total = 128 * 1408 * 2816 if CUDA else 4 * 128 * 704
+    sets = [torch.randint(0, 256, (total,), dtype=torch.uint8, device=DEVICE) for _ in range(2)]
+    ways = [("128 rows of 2,816, 128 bytes each", 22, 128, 128, 2816, 128, 128 * 2816),
+            ("128 rows of 2,816, 256 bytes each", 11, 128, 256, 2816, 256, 128 * 2816),
+            ("128 rows of 704, 64 bytes each", 11, 128, 64, 704, 64, 128 * 704),
+            ("one piece after another, 16 KB", 22, 128, 128, 128, 16384, 22 * 16384),
+            ("one piece after another, 4 KB", 44, 64, 64, 64, 4096, 44 * 4096),
+            ("one piece after another, 4 KB, short", 11, 64, 64, 64, 4096, 11 * 4096)]  # fmt: skip
+    for name, pieces, rows, width, stride, step, size in ways:
+        programs = total // size
+        out = torch.empty(programs, dtype=torch.int32, device=DEVICE)
+        for stages in (3, 5, 8) if CUDA else (2,):
+            calls: list[Callable[[], object]] = [
+                partial(kernels.launch, read_kernel, programs, w, out, PIECES=pieces, ROWS=rows, WIDTH=width,
+                        STRIDE=stride, STEP=step, SIZE=size, STAGES=stages, num_warps=4) for w in sets
+            ]  # fmt: skip
+            bench.add(f"read {name}, {stages} stages", calls, programs * size, lambda: 0.0, 1.0)
 
 
 CASES: dict[str, Callable[[Bench], None]] = {
+    "read": bench_read,
     "routing": bench_routing,
-    **{f"experts-{fmt}": bench_experts(fmt) for fmt in ("bf16", "fp8", "int4-64", "int4-32")},
-    **{f"linear-{fmt}": bench_linear(fmt) for fmt in ("fp8", "int4-64", "int8", "bf16")},
+    "quantise": bench_quantise,
+    **{f"experts-{fmt}": bench_experts(fmt) for fmt in ("bf16", "fp8", "pairs-64", "pairs-32")},
+    **{f"linear-{fmt}": bench_linear(fmt) for fmt in ("fp8", "pairs-64", "int8", "bf16")},
 }
 
 
@@ -400,6 +544,7 @@ def main() -> None:
     parser.add_argument("--load", type=Path, help="tiles from an earlier --save")
     parser.add_argument("--save", type=Path, help="write the tuned tiles here")
     parser.add_argument("--json", type=Path, help="write all rows here")
+    parser.add_argument("--profile", action="store_true", help="only run each of the experts' products once, for ncu")
     parser.add_argument("--tiny", action="store_true", help="a small geometry, to check this script")
     args = parser.parse_args()
     chosen = [name for name in CASES if not args.only or any(name.startswith(o) for o in args.only)]
@@ -422,6 +567,10 @@ def main() -> None:
     with torch.no_grad():
         for i, name in enumerate(chosen):
             start = time.perf_counter()
+            if args.profile:
+                if name.startswith("experts-"):
+                    profile(bench, name.removeprefix("experts-"))
+                continue
             try:
                 if CUDA:
                     with compiling():

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -41,7 +43,6 @@ from diffusiongemma.ops import (
 )
 from diffusiongemma.ops.attention import attend_canvas
 from diffusiongemma.ops.attention_cached import New, Prefix
-from diffusiongemma.ops.early_triton import run
 from diffusiongemma.ops.kernels import compiling
 from diffusiongemma.ops.norm import rms_norm
 from diffusiongemma.ops.quant import FP8
@@ -49,6 +50,7 @@ from diffusiongemma.ops.quant import FP8
 READ, BF16_RATE, FP8_RATE = 4.33e12, 790e12, 1580e12
 D, V, CANVAS, EXPERTS, CAP, EPS = 2816, 262_144, 256, 128, 30.0, 1e-6
 SLIDING, FULL = (16, 8, 256), (16, 2, 512)  # query heads, K/V heads, head size
+LONGEST = 1 << 20  # tokens
 GPU = torch.device("cuda")
 BF16 = torch.bfloat16
 
@@ -84,7 +86,7 @@ def ruled(rules: vocab.Rules) -> vocab.Rules:
     pin = torch.full((rows,), -1, dtype=torch.int32, device=GPU)
     pin[:8] = torch.arange(1000, 1008, dtype=torch.int32, device=GPU)
     which = torch.zeros(rows, dtype=torch.int32, device=GPU)
-    return replace(rules, pin=pin, banned=vocab.ban([[0, 1, 2, 106, 255_999]], V, GPU), banned_set=which)
+    return replace(rules, pin=pin, banned=vocab.ban([[0, 1, 2, 106, V - 1]], V, GPU), banned_set=which)
 
 
 def vocab_error(hidden: Tensor, table: vocab.Table, rules: vocab.Rules, how: dict[str, object], rows: int = 8) -> str:
@@ -101,6 +103,36 @@ def vocab_error(hidden: Tensor, table: vocab.Table, rules: vocab.Rules, how: dic
     logprob = float((got.logprob[some] - want.logprob).abs().max())
     soft = relative(got.soft[some], want.soft)
     return f"soft {soft:.1e} entropy {entropy:.0e} logp {logprob:.0e} argmax {agree:.0%} sample {same:.0%}"
+
+
+def even_parts(w: vocab_triton.Weighed) -> soft_triton.Parts:
+    """Factors of one: rescaling again and again must not end in zeros"""
+    ones = torch.ones_like(w.stats.mass)
+    return soft_triton.Parts(w.weights, ones, ones[:, 0].contiguous() / V, w.stats.mass, w.tile, w.fixed)
+
+
+def skipping_case(table: vocab.Table, unsure: int, flops: float) -> Case:
+    """Made-up positions that are sure of a token each, as late in a canvas, but for a few. No measure of real text."""
+    tokens = torch.randint(0, V, (CANVAS,), device=GPU)
+    own = (table.weight[tokens].float() * table.scale[tokens]).to(BF16)
+    own = own / own.float().norm(dim=1, keepdim=True) * 20 + randn(CANVAS, D) * 0.5
+    own[torch.randperm(CANVAS, device=GPU)[:unsure]] = randn(unsure, D).float()
+    hidden, rules = own.to(BF16), rules_for(CANVAS)
+
+    def error() -> str:
+        args = (hidden, table, rules, CAP, 53.0)
+        got, whole = vocab_triton.vocab_end(*args, skip=1e-3), vocab_triton.vocab_end(*args)
+        blocks = weigh_triton.head_blocks(False, 1)
+        weighed = vocab_triton.Weighed(*weigh_triton.weigh_fused(*args[:4], blocks), CAP, False)
+        factor, share, _ = vocab_triton.result(rules, weighed)
+        parts = soft_triton.Parts(weighed.weights, factor, share, weighed.stats.mass, weighed.tile, False)
+        kept = soft_triton.needed(parts, 1e-3, 128).tiles.float().mean() / factor.shape[1]
+        return f"soft {relative(got.soft, whole.soft):.1e} from that of all, {kept:.1%} of the tiles read"
+
+    return Case(
+        f"ALL int8, {unsure} of 256 unsure, skip 1e-3", lambda: vocab_triton.vocab_end(hidden, table, rules, CAP, 53.0,
+        skip=1e-3), 2.0 * V * D, 2 * flops, FP8_RATE, error,
+    )  # fmt: skip
 
 
 def vocab_cases() -> Iterator[Case]:
@@ -122,33 +154,26 @@ def vocab_cases() -> Iterator[Case]:
     yield Case("head fused bf16, pins and bans", weigh(plain, ruled(rules)), V * D * 2 + weights, flops)
     logits = F.linear(hidden, weight)
     yield Case("weigh logits (after a library)", lambda: weigh_triton.weigh_logits(logits, rules, CAP), 2 * weights)
-    made, stats, tile = weigh(plain)()
-    factor = torch.ones_like(stats.mass)  # rescaling again and again must not end in zeros
-    share = torch.ones(CANVAS, device=GPU)
-    results = torch.empty(4, CANVAS, device=GPU)
-    tokens = torch.empty(2, CANVAS, dtype=torch.int64, device=GPU)
-    factors = torch.empty_like(factor)
+    weighed = vocab_triton.Weighed(*weigh(plain)(), CAP, False)
+    parts = even_parts(weighed)
+    yield Case("result of all tiles", lambda: vocab_triton.result(rules, weighed), 20.0 * parts.mass.numel())
+    yield Case("rescale bf16", lambda: soft_triton.rescale(parts, BF16), 2 * weights)
+    yield Case("rescale fp8", lambda: soft_triton.rescale(parts, FP8), 1.5 * weights)
+    yield Case("which tiles are needed", lambda: soft_triton.needed(parts, 1e-3, 128), 8.0 * parts.mass.numel())
+    fixed = parts._replace(fixed=True)
 
-    def result() -> None:
-        outputs = (factors, results[0], *tokens, *results[1:])
-        run(
-            vocab_triton._result_kernel, CANVAS, made, rules.uniform, *stats, *outputs, V, stats.mass.shape[1],
-            TILE=tile, TILES=stats.mass.shape[1], num_warps=4,
-        )  # fmt: skip
-
-    yield Case("result of all tiles", result, 20.0 * stats.mass.numel())
-    yield Case("rescale bf16", lambda: soft_triton.rescale(made, factor, tile, BF16), 2 * weights)
-    yield Case("rescale fp8", lambda: soft_triton.rescale(made, factor, tile, FP8), 1.5 * weights)
-
-    def soft(table: vocab.Table, how: str = "fused"):
-        return lambda: soft_triton.soft_embed(made, factor, share, tile, table, 53.0, BF16, how)  # type: ignore[arg-type]
+    def soft(table: vocab.Table, how: str = "fused", parts: soft_triton.Parts = parts, skip: float = 0.0):
+        return lambda: soft_triton.soft_embed(parts, table, 53.0, BF16, how, skip)  # type: ignore[arg-type]
 
     yield Case("soft bf16, rescaled on the way", soft(plain), V * D * 2 + weights, flops)
     yield Case("soft bf16, rescale and library", soft(plain, "library"), V * D * 2 + weights, flops)
-    for how, soft_how in (("fused", "fused"), ("fused", "library"), ("library", "library"), ("library", "fused")):
-        way: dict[str, object] = {"how": how, "soft_how": soft_how}
+    yield Case("soft bf16, nothing to rescale", soft(plain, parts=fixed), V * D * 2 + weights, flops)
+    yield Case("soft bf16, nothing to rescale, library", soft(plain, "library", fixed), V * D * 2 + weights, flops)
+    ways = [("fused", "fused"), ("fused", "library"), ("library", "library")]
+    for (how, soft_how), coldest in itertools.product(ways, (None, 0.4)):
+        way: dict[str, object] = {"how": how, "soft_how": soft_how, "coldest": coldest}
         yield Case(
-            f"ALL bf16 {how}/{soft_how}",
+            f"ALL bf16 {how}/{soft_how}{', coldest 0.4' if coldest else ''}",
             lambda way=way: vocab_triton.vocab_end(hidden, plain, rules, CAP, 53.0, **way),
             2 * V * D * 2, 2 * flops, BF16_RATE, lambda way=way: vocab_error(hidden, plain, rules, way),
         )  # fmt: skip
@@ -158,6 +183,15 @@ def vocab_cases() -> Iterator[Case]:
         3.0 * V * D, 1.5 * flops, BF16_RATE, lambda: vocab_error(hidden, mixed, rules, {}),
     )  # fmt: skip
     yield Case("soft fp8", soft(mixed), V * D + weights / 2, flops, FP8_RATE)
+    yield Case("soft fp8, skipping allowed but nothing to skip", soft(mixed, skip=1e-9), V * D + weights / 2, flops,
+               FP8_RATE)  # fmt: skip
+    small, unit = soft_triton.rescale(parts, FP8), torch.ones((), device=GPU)
+    for fast in (False, True):
+        yield Case(
+            f"torch soft fp8{', fast sums' if fast else ''}",
+            lambda fast=fast: torch._scaled_mm(small, mixed.soft.t(), unit, unit, out_dtype=BF16, use_fast_accum=fast),
+            V * D + weights / 2, flops, FP8_RATE,
+        )  # fmt: skip
     for kind in ("int8", "fp8"):
         table = replace(vocab.make_table(weight, kind), soft=mixed.soft, soft_scale=mixed.soft_scale)
         yield Case(f"head fused {kind}", weigh(table), V * D + weights, flops, FP8_RATE)
@@ -173,6 +207,8 @@ def vocab_cases() -> Iterator[Case]:
                 lambda table=table, way=way: vocab_triton.vocab_end(hidden, table, rules, CAP, 53.0, **way),
                 2.0 * V * D, 2 * flops, FP8_RATE, lambda table=table, way=way: vocab_error(hidden, table, rules, way),
             )  # fmt: skip
+        for unsure in (0, 1, 16) if kind == "int8" else ():
+            yield skipping_case(table, unsure, flops)
         one, one_rules = hidden[:1], rules.rows(0, 1)
         yield Case(f"head fused {kind}, 1 row", weigh(table, one_rules, one, True), V * D, 2.0 * V * D, FP8_RATE)
     yield Case("head fused bf16, 1 row", weigh(plain, rules.rows(0, 1), hidden[:1], True), 2 * V * D, 2.0 * V * D)
@@ -188,6 +224,7 @@ def vocab_cases() -> Iterator[Case]:
 # ---- attention ---------------------------------------------------------------------------------------------------
 
 
+@cache
 def attention_inputs(kind: tuple[int, int, int], length: int, new: int, rows: int = 1, slots: int | None = None):
     heads, kv_heads, size = kind
     slots = slots or max(16, length)
@@ -202,6 +239,7 @@ def attention_inputs(kind: tuple[int, int, int], length: int, new: int, rows: in
 
 def attention_case(name, kind, length, new, causal, window, rows=1, slots=None, blocks=None) -> Case:
     heads, kv_heads, size = kind
+    length, new = min(length, LONGEST), min(new, LONGEST)
     q, k, v, prefix, fresh = attention_inputs(kind, length, new, rows, slots)
     held = min(length, prefix.keys.shape[2])
     # keys that a query sees, on average
@@ -226,7 +264,7 @@ def attention_case(name, kind, length, new, causal, window, rows=1, slots=None, 
 def attention_cases() -> Iterator[Case]:
     ring = 1023
     for length in (512, 1023):
-        q, k, v, prefix, _ = attention_inputs(SLIDING, length, CANVAS)
+        q, k, v, prefix, _ = attention_inputs(SLIDING, min(length, LONGEST), CANVAS)
         rows = [torch.cat([c[0], t.transpose(0, 1)], 1) for c, t in ((prefix.keys, k), (prefix.values, v))]
         yield Case(f"torch canvas sliding {length}", lambda q=q, rows=rows: attend_canvas(q, *rows))
         yield attention_case(f"canvas sliding {length}", SLIDING, length, CANVAS, False, ring, slots=ring)
@@ -336,79 +374,94 @@ def small_cases() -> Iterator[Case]:
 
 def sweep_cases() -> Iterator[Case]:
     blocks = attention_triton.Blocks
-    sliding = [(64, 64, 2, 4, 2), (64, 64, 4, 4, 2), (64, 32, 4, 4, 2), (64, 32, 2, 4, 3), (128, 64, 4, 8, 2)]
-    sliding += [(128, 32, 4, 8, 3), (128, 64, 2, 8, 2), (64, 64, 1, 4, 2), (128, 128, 4, 8, 1), (64, 32, 8, 4, 2)]
+    sliding = [(128, 64, 4, 8, 3), (128, 64, 2, 8, 3), (128, 64, 8, 8, 3), (128, 32, 4, 8, 4), (128, 32, 4, 8, 6)]
+    sliding += [(64, 64, 2, 4, 3), (64, 64, 1, 4, 3), (64, 32, 4, 4, 3), (64, 32, 2, 4, 6)]
     for layout in sliding:
-        for length in (512, 1023):
-            yield attention_case(
-                f"sweep sliding {length} {layout}", SLIDING, length, CANVAS, False, 1023, 1, 1023, blocks(*layout)
-            )
+        for length, users in ((512, 1), (1023, 1), (512, 8)):
+            name = f"sweep sliding {length} x{users} {layout}"
+            yield attention_case(name, SLIDING, length, CANVAS, False, 1023, users, 1023, blocks(*layout))
+    wide = attention_triton.WideBlocks
     full = [
-        (64, 32, 2, 8, 2),
-        (64, 16, 2, 8, 3),
-        (64, 16, 2, 8, 4),
-        (64, 64, 2, 8, 1),
-        (64, 32, 4, 8, 2),
-        (64, 32, 1, 8, 2),
+        wide(128, 128, 256, 2, score_warps=4, score_stages=3, resident=2),
+        wide(128, 128, 256, 1, score_warps=4, score_stages=3, resident=2),
+        wide(128, 128, 256, 4, score_warps=4, score_stages=3, resident=2),
+        wide(128, 256, 256, 2),
+        wide(128, 256, 256, 2, score_stages=3),
+        wide(128, 128, 256, 2, score_warps=8, score_stages=3),
+        wide(128, 128, 128, 2, score_warps=4, score_stages=3, resident=2, warps=4, stages=3),
+        wide(128, 128, 256, 2, score_warps=4, score_stages=3, resident=2, stages=3),
     ]
     for layout in full:
+        for length, users in ((512, 1), (8192, 1), (32_768, 1), (512, 8)):
+            name = f"sweep full {length} x{users} {tuple(layout)}"
+            yield attention_case(name, FULL, length, CANVAS, False, None, users, blocks=layout)
+    for layout in [(16, 64, 16, 4, 3), (16, 32, 32, 4, 3), (16, 128, 8, 4, 2)]:
+        name = f"sweep one sliding {layout}"
+        yield attention_case(name, SLIDING, 1023, 1, True, 1024, 1, 1023, blocks(*layout))
+    for layout in [(16, 32, 64, 4, 3), (16, 64, 64, 4, 2), (16, 32, 128, 4, 3)]:
         for length in (512, 32_768):
-            yield attention_case(
-                f"sweep full {length} {layout}", FULL, length, CANVAS, False, None, blocks=blocks(*layout)
-            )
-    one = [(16, 64, 16, 4, 3), (16, 32, 32, 4, 3), (16, 128, 8, 4, 2)]
-    for layout in one:
-        yield attention_case(
-            f"sweep one sliding {layout}", SLIDING, 1023, 1, True, 1024, 1, 1023, blocks(*layout)
-        )  # fmt: skip
-    for layout in [(16, 32, 64, 4, 3), (16, 64, 64, 4, 2), (16, 32, 128, 4, 3), (16, 32, 64, 8, 4)]:
-        yield attention_case(f"sweep one full 32768 {layout}", FULL, 32_768, 1, True, None, blocks=blocks(*layout))
+            name = f"sweep one full {length} {layout}"
+            yield attention_case(name, FULL, length, 1, True, None, blocks=blocks(*layout))
+    x, proj, scale, per_expert = randn(CANVAS, D), randn(EXPERTS, D), randn(D), randn(EXPERTS)
+    routes = [(16, 256, 256, 4, 1), (16, 256, 64, 4, 1), (16, 256, 256, 8, 1), (32, 128, 128, 4, 1)]
+    for layout in [*routes, (16, 128, 128, 4, 1), (16, 256, 256, 4, 2)]:
+        r = router_triton.Blocks(*layout)
+        yield Case(f"sweep router {layout}", lambda r=r: router_triton.route(x, proj, scale, per_expert, 8, EPS, r))
+    yield from sweep_vocab_cases()
+
+
+def sweep_vocab_cases() -> Iterator[Case]:
     weight, hidden, rules = randn(V, D, scale=0.05), randn(CANVAS, D), rules_for(CANVAS)
     flops, moved = 2.0 * CANVAS * V * D, 2.0 * V * D + 2.0 * CANVAS * V
     table = vocab.Table(weight)
-    heads = [
-        (128, 256, 64, 8, 4),
-        (128, 256, 64, 8, 3),
-        (128, 128, 64, 4, 3),
-        (128, 128, 64, 8, 4),
-        (256, 128, 64, 8, 4),
-    ]
-    heads += [(64, 256, 64, 4, 4), (128, 256, 32, 8, 6)]
-    for layout in heads:
-        b = weigh_triton.Blocks(*layout)
-        yield Case(
-            f"sweep head bf16 {layout}",
-            lambda b=b: weigh_triton.weigh_fused(hidden, table, rules, CAP, b),
-            moved,
-            flops,
+
+    def head(name: str, table: vocab.Table, layout: tuple[int, ...], fixed: bool = False) -> Case:
+        b, half = weigh_triton.Blocks(*layout), table.scale is not None
+        return Case(
+            f"sweep head {name} {layout}{' fixed' if fixed else ''}",
+            lambda: weigh_triton.weigh_fused(hidden, table, rules, CAP, b, fixed),
+            moved / (2 if half else 1), flops, FP8_RATE if half else BF16_RATE,
+        )  # fmt: skip
+
+    # 16 programs on a multiprocessor: one for each tile
+    heads = [(128, 256, 64, 8, 4), (128, 256, 64, 8, 4, 16), (128, 256, 64, 8, 3), (256, 128, 64, 8, 4)]
+    for layout in [*heads, (128, 128, 64, 4, 3, 2), (128, 128, 64, 4, 3, 32)]:
+        yield head("bf16", table, layout)
+    yield head("bf16", table, heads[0], True)
+    parts = even_parts(
+        vocab_triton.Weighed(
+            *weigh_triton.weigh_fused(hidden, table, rules, CAP, weigh_triton.head_blocks(False, 2)), CAP, False
         )
-    made, stats, tile = weigh_triton.weigh_fused(hidden, table, rules, CAP, weigh_triton.head_blocks(False, 2))
-    factor, share = torch.ones_like(stats.mass), torch.ones(CANVAS, device=GPU)
-    for layout in [(128, 256, 64, 8, 4), (128, 256, 64, 8, 3), (256, 128, 64, 8, 4), (128, 256, 128, 8, 2)]:
-        s = soft_triton.Blocks(*layout)
-        yield Case(
-            f"sweep soft bf16 {layout}",
-            lambda s=s: soft_triton.soft_embed(made, factor, share, tile, table, 53.0, BF16, "fused", s), moved, flops,
-        )  # fmt: skip
-    eight = vocab.make_table(weight, "int8", soft=True)
-    for layout in [
-        (128, 256, 128, 8, 4),
-        (128, 256, 128, 8, 3),
-        (128, 256, 64, 8, 6),
-        (256, 128, 128, 8, 4),
-        (128, 128, 128, 4, 3),
-    ]:
-        b = weigh_triton.Blocks(*layout)
-        yield Case(
-            f"sweep head int8 {layout}", lambda b=b: weigh_triton.weigh_fused(hidden, eight, rules, CAP, b),
-            moved / 2, flops, FP8_RATE,
-        )  # fmt: skip
-        s = soft_triton.Blocks(*layout)
-        yield Case(
-            f"sweep soft fp8 {layout}",
-            lambda s=s: soft_triton.soft_embed(made, factor, share, tile, eight, 53.0, BF16, "fused", s),
-            moved / 2, flops, FP8_RATE,
-        )  # fmt: skip
+    )
+    eight, other = vocab.make_table(weight, "int8", soft=True), vocab.make_table(weight, "fp8")
+    heads = [(128, 256, 128, 8, 4), (128, 256, 128, 8, 4, 16), (128, 256, 128, 8, 3), (256, 128, 128, 8, 4)]
+    for layout in [*heads, (128, 128, 128, 4, 3, 2), (128, 128, 128, 4, 3, 32)]:
+        yield head("int8", eight, layout)
+        yield head("fp8", other, layout)
+
+    def soft(name: str, parts: soft_triton.Parts, table: vocab.Table, layout: tuple[int, ...], steps: int) -> Case:
+        s, half = soft_triton.Blocks(*layout), table.soft is not None
+
+        def call() -> Tensor:
+            before, soft_triton.FP8_STEPS = soft_triton.FP8_STEPS, steps
+            try:
+                return soft_triton.soft_embed(parts, table, 53.0, BF16, blocks=s)
+            finally:
+                soft_triton.FP8_STEPS = before
+
+        def error() -> str:
+            want = parts.weights[:4].float() * parts.share[:4, None] @ table.wide_soft(torch.float32) * 53.0
+            return f"{relative(call()[:4], want):.1e}"
+
+        rate = FP8_RATE if half else BF16_RATE
+        return Case(f"sweep soft {name} {layout} {steps}", call, moved / (2 if half else 1), flops, rate, error)
+
+    for layout in [(128, 256, 64, 8, 4), (128, 256, 64, 8, 3), (256, 128, 64, 8, 4)]:
+        yield soft("bf16 fixed", parts._replace(fixed=True), table, layout, 64)
+    for layout in [(128, 256, 128, 8, 4), (128, 256, 128, 8, 3), (256, 128, 128, 8, 4), (128, 256, 64, 8, 6)]:
+        yield soft("fp8", parts, eight, layout, 64)
+    for steps in (32, 128, 512):
+        yield soft("fp8", parts, eight, (128, 256, 128, 8, 4), steps)
 
 
 def main() -> None:
@@ -417,8 +470,11 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="other layouts instead")
     parser.add_argument("--list", action="store_true", help="the names of all cases")
     parser.add_argument("--serial", action="store_true", help="compile one after another, as each is needed")
+    parser.add_argument("--tiny", action="store_true", help="does it run at all? Small shapes, on a CPU, no times")
     args = parser.parse_args()
     torch.manual_seed(0)
+    if args.tiny:
+        shrink()
     start = time.perf_counter()
     cases: list[Case] = []
     for group in [sweep_cases] if args.sweep else [small_cases, attention_cases, vocab_cases]:
@@ -429,13 +485,20 @@ def main() -> None:
     if args.list:
         print("\n".join(case.name for case in cases))
         return
-    if not args.serial:
+    if not args.serial and not args.tiny:
         compile_all(cases)
     made = time.perf_counter() - start
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; inputs and compiling took {made:.0f} s")
-    print(f"{'kernel':<40}{'us':>9}{'floor':>9}{'ratio':>7}  error against float64")
+    name = "a CPU" if args.tiny else torch.cuda.get_device_name()
+    print(f"{name}, torch {torch.__version__}; inputs and compiling took {made:.0f} s")
+    print(f"{'kernel':<56}{'us':>9}{'floor':>9}{'ratio':>7}  error against float64")
     results = [measure(case) for case in cases]
     print(json.dumps({"seconds": round(time.perf_counter() - start, 1), "kernels": results}))
+
+
+def shrink() -> None:
+    global D, V, CANVAS, EXPERTS, LONGEST, GPU, SLIDING, FULL
+    D, V, CANVAS, EXPERTS, LONGEST, GPU = 64, 1024, 24, 16, 40, torch.device("cpu")
+    SLIDING, FULL = (4, 2, 32), (4, 1, 512)
 
 
 def compile_all(cases: list[Case]) -> None:
@@ -452,15 +515,16 @@ def measure(case: Case) -> dict[str, object]:
     error, micros = "", None
     try:
         case.run()
-        torch.cuda.synchronize()
+        if GPU.type == "cuda":
+            torch.cuda.synchronize()
         if case.error is not None:
             error = case.error()
-        micros = 1e3 * do_bench_cudagraph(case.run, rep=20, return_mode="median")
+        micros = 1e3 * do_bench_cudagraph(case.run, rep=20, return_mode="median") if GPU.type == "cuda" else 0.0
         ratio = f"{micros / floor:.2f}" if floor else ""
-        print(f"{case.name:<40}{micros:>9.1f}{floor:>9.1f}{ratio:>7}  {error}", flush=True)
+        print(f"{case.name:<56}{micros:>9.1f}{floor:>9.1f}{ratio:>7}  {error}", flush=True)
     except Exception as failure:  # one kernel must not stop the table
         error = f"FAILED {type(failure).__name__}: {str(failure).strip().splitlines()[0][:150] if str(failure) else ''}"
-        print(f"{case.name:<40}{'':>9}{floor:>9.1f}{'':>7}  {error}", flush=True)
+        print(f"{case.name:<56}{'':>9}{floor:>9.1f}{'':>7}  {error}", flush=True)
     return {"name": case.name, "us": micros, "floor_us": round(floor, 2), "error": error}
 
 

@@ -9,6 +9,8 @@ Prints a line a check, and exits with 1 if one fails.
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -32,7 +34,8 @@ from diffusiongemma.ops import (
 from diffusiongemma.ops.attention_cached import New, Prefix
 from diffusiongemma.ops.quant import FP8
 
-GPU, BF16, EPS, CAP = torch.device("cuda"), torch.bfloat16, 1e-6, 30.0
+GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # a CPU: in Triton's interpreter, which is slow
+BF16, EPS, CAP = torch.bfloat16, 1e-6, 30.0
 Check = tuple[str, Callable[[], bool]]
 
 
@@ -48,17 +51,41 @@ def near(got: Tensor, want: Tensor, limit: float) -> bool:
     return error <= limit
 
 
-def passes(sample: Tensor, hidden: Tensor, table: vocab.Table, rules: vocab.Rules) -> bool:
-    """Does the running sum of the probabilities pass the uniform number at the sample, give or take 0.01?"""
+def logits(hidden: Tensor, table: vocab.Table) -> Tensor:
+    """[N, V] float64, from the 8-bit numbers that the kernel itself makes of 8-bit rows: where a number lies on the
+    border of two, either is right, and one step of one of them moves a logit by 0.01 and more"""
     x = hidden.double()
     if table.scale is not None:
-        q, scale = fused.quantize_rows(hidden, table.weight.dtype)
+        q, scale = norm_triton.quantize_rows(hidden, table.weight.dtype)
         x = q.double() * scale
-    z = CAP * torch.tanh(x @ table.wide(torch.float64).t() / CAP)
+    return CAP * torch.tanh(x @ table.wide(torch.float64).t() / CAP)
+
+
+def astray(sample: Tensor, z: Tensor, rules: vocab.Rules) -> float:
+    """How far the uniform number lies outside of the sample's own stretch of the running sum of the probabilities"""
     probs = (vocab.obey(z, rules) / rules.temperature[:, None]).softmax(dim=1)
     after = probs.cumsum(dim=1).gather(1, sample[:, None]).squeeze(1)
     before = after - probs.gather(1, sample[:, None]).squeeze(1)
-    return bool(((before <= rules.uniform + 0.01) & (rules.uniform <= after + 0.01)).all())
+    return float(torch.maximum(before - rules.uniform, rules.uniform - after).max())
+
+
+def figures(got: vocab.Reading, z: Tensor, table: vocab.Table, rules: vocab.Rules, limits: dict[str, float]) -> bool:
+    """Every figure within its limit; prints those that are not. `argmax`: the share that differs"""
+    want = vocab.read(z, table, rules, 8.0, torch.float64)
+    assert got.soft is not None
+    assert want.soft is not None
+    found = {
+        "argmax": float((got.argmax != want.argmax).float().mean()),
+        "sample": astray(got.sample, z, rules),
+        "entropy": float((got.entropy - want.entropy).abs().max()),
+        "logprob": float((got.logprob - want.logprob).abs().max()),
+        "soft": float((got.soft.double() - want.soft).norm() / want.soft.norm()),
+        "pinned": float(not (got.argmax[2] == got.sample[2] == 700 and got.entropy[2] == 0)),
+    }
+    for name, value in found.items():
+        if not value <= limits.get(name, 0.0):
+            print(f"    {name} {value:.2e}, limit {limits.get(name, 0.0):.0e}")
+    return all(value <= limits.get(name, 0.0) for name, value in found.items())
 
 
 def vocab_checks() -> Iterator[Check]:
@@ -73,19 +100,19 @@ def vocab_checks() -> Iterator[Check]:
         sets = vocab.ban([[0, 3, 31, 32, words - 1], list(range(256, 768))], words, GPU)
         rules = vocab.Rules(torch.rand(n, device=GPU) + 0.4, torch.rand(n, device=GPU), pin, sets, which)
         ways = [("fused", "fused"), ("library", "library")] if kind is None and not few else [("fused", "fused")]
-        for how, soft_how in ways:
+        for (how, soft_how), coldest, skip in itertools.product(ways, (None, 0.4), (0.0, 1e-3)):
+            # A library rounds the logits to bfloat16; fp8 sums are kept with 14 bits.
+            loose = how == "library" or kind == "fp8"
+            limits = {"argmax": 0.03 if loose else 0.0, "sample": 0.05 if loose else 0.01}
+            limits |= {"entropy": 0.1 if loose else 1e-3, "logprob": 0.1 if loose else 1e-3}
+            limits["soft"] = (0.04 if soft else 0.02) + skip
 
-            def check(hidden=hidden, table=table, rules=rules, how=how, soft_how=soft_how, few=few, soft=soft) -> bool:
-                got = vocab_triton.vocab_end(hidden, table, rules, CAP, 8.0, how, soft_how, few)
-                want = vocab.vocab_end(hidden, table, rules, CAP, 8.0, torch.float64)
-                loose = how == "library"
-                same = (got.argmax == want.argmax).float().mean() >= (0.97 if loose else 1)
-                drawn = passes(got.sample, hidden, table, rules)
-                entropy = (got.entropy - want.entropy).abs().max() < (0.1 if loose else 1e-3)
-                held = got.argmax[2] == got.sample[2] == 700 and got.entropy[2] == 0
-                return bool(same and drawn and entropy and held) and near(got.soft, want.soft, 0.04 if soft else 0.02)
+            def check(hidden=hidden, table=table, rules=rules, few=few, limits=limits, way=(how, soft_how),
+                      coldest=coldest, skip=skip) -> bool:  # fmt: skip
+                got = vocab_triton.vocab_end(hidden, table, rules, CAP, 8.0, *way, few, coldest, skip)
+                return figures(got, logits(hidden, table), table, rules, limits)
 
-            yield f"vocabulary end {kind} soft copy {soft} few {few} {how}", check
+            yield f"vocabulary end {kind} soft copy {soft} few {few} {how} coldest {coldest} skip {skip}", check
 
         def alone(hidden=hidden, table=table, rules=rules, few=few) -> bool:
             whole = vocab_triton.vocab_end(hidden, table, rules, CAP, 8.0, few=few)
@@ -94,6 +121,20 @@ def vocab_checks() -> Iterator[Check]:
             return all(torch.equal(getattr(one, name), getattr(whole, name)[4:5]) for name in names)
 
         yield f"vocabulary end {kind} soft copy {soft} few {few}: the same bits alone", alone
+
+    def rounding() -> bool:
+        """A number may go to either of two neighbours, but to no other, and seldom"""
+        good = True
+        for dtype in (torch.int8, FP8):
+            x = randn(150, 192)
+            (got, scale), (want, wanted) = (module.quantize_rows(x, dtype) for module in (norm_triton, fused))
+            differ = float((got.float() != want.float()).float().mean())
+            step = float(((got.float() - want.float()).abs() / want.float().abs().clamp_min(1.0)).max())
+            print(f"    {dtype}: {differ:.1e} of the numbers differ, by up to {step:.2f}")
+            good &= differ < 0.01 and step <= (1.0 if dtype == torch.int8 else 0.15) and near(scale, wanted, 1e-6)
+        return good
+
+    yield "rounding of rows", rounding
 
     def draws() -> bool:
         seed, at = torch.arange(300, device=GPU) * 2**40 - 7, torch.arange(300, device=GPU, dtype=torch.int32)
@@ -109,6 +150,7 @@ def attention_checks() -> Iterator[Check]:
         ((16, 8, 256), 31, False, 31, mixed), ((16, 8, 256), 31, True, 32, mixed), ((16, 8, 256), 40, True, 32, mixed),
         ((16, 2, 512), 512, False, None, mixed), ((16, 2, 512), 512, True, None, mixed),
         ((16, 8, 256), 31, True, 32, ones), ((16, 2, 512), 512, True, None, ones), ((4, 2, 16), 31, False, 31, mixed),
+        ((16, 8, 256), 1023, False, 1023, [(1500, 256), (700, 256)]), ((16, 2, 512), 3000, False, None, [(2900, 256)]),
     ):  # fmt: skip
         begin = torch.tensor([0, *(n for _, n in lines)]).cumsum(0).to(GPU, torch.int32)
         total, most = int(begin[-1]), max(n for _, n in lines)
@@ -131,9 +173,10 @@ def attention_checks() -> Iterator[Check]:
 
         def alone(args=args) -> bool:
             q, k, v, prefix, new, causal, window = args
-            whole, own = attention_triton.attend(*args), slice(int(new.begin[2]), int(new.begin[3]))
-            one = Prefix(prefix.keys, prefix.values, prefix.row[2:3], prefix.length[2:3])
-            fresh = New(new.begin[2:4] - new.begin[2], new.most)
+            i = len(prefix.row) - 1
+            whole, own = attention_triton.attend(*args), slice(int(new.begin[i]), int(new.begin[i + 1]))
+            one = Prefix(prefix.keys, prefix.values, prefix.row[i:], prefix.length[i:])
+            fresh = New(new.begin[i:] - new.begin[i], new.most)
             part = attention_triton.attend(q[own], k[own], v[own], one, fresh, causal, window)
             return torch.equal(part, whole[own])
 
@@ -195,23 +238,29 @@ def small_checks() -> Iterator[Check]:
         agree = (index == want).all(dim=1)
         return float(agree.float().mean()) > 0.8 and near(weight[agree], want_weight[agree], 0.01)
 
-    def astray() -> bool:
+    def lost() -> bool:
         x = torch.full((3, 2816), torch.nan, device=GPU, dtype=BF16)
         index, _ = router_triton.route(x, randn(128, 2816), randn(2816), randn(128), 8, EPS)
         return bool(((index >= 0) & (index < 128)).all())
 
     yield "router", route
-    yield "router on NaN", astray
+    yield "router on NaN", lost
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="only checks whose name has this in it")
+    only = parser.parse_args().only
     torch.manual_seed(0)
     failed = 0
     for group in (small_checks, attention_checks, vocab_checks):
         for name, check in group():
+            if only not in name:
+                continue
             try:
                 good = check()
-                torch.cuda.synchronize()
+                if GPU.type == "cuda":
+                    torch.cuda.synchronize()
             except Exception:  # one failure must not hide the others
                 traceback.print_exc(limit=3)
                 good = False

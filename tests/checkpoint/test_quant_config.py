@@ -17,9 +17,10 @@ from diffusiongemma.model.quantize import Scheme
 from diffusiongemma.ops.quant import Format
 
 LINEAR = "model.decoder.layers.3.self_attn.q_proj"
+DENSE = "model.decoder.layers.3.mlp.down_proj"
 EXPERT = "model.decoder.layers.3.experts.12.gate_proj"
 EMBEDDINGS = "model.decoder.embed_tokens"
-SCHEMES = [Scheme.parse("int8"), Scheme.parse("fp8"), Scheme.parse("int4"), Scheme.parse("int4", 64)]
+SCHEMES = [Scheme.parse("int8"), Scheme.parse("fp8"), Scheme.parse("int4"), Scheme.parse("int4", 32)]
 
 
 def config(scheme: Scheme = SCHEMES[2]) -> dict[str, Any]:
@@ -30,7 +31,8 @@ def config(scheme: Scheme = SCHEMES[2]) -> dict[str, Any]:
 def test_what_is_written_is_read(scheme: Scheme) -> None:
     read = read_quantization(json.loads(json.dumps(config(scheme))))
     assert read is not None
-    assert read.format_of(LINEAR) == read.format_of(EXPERT) == scheme.weights
+    assert read.format_of(LINEAR) == read.format_of(DENSE) == scheme.dense
+    assert read.format_of(EXPERT) == scheme.experts
     assert read.format_of(EMBEDDINGS) == scheme.embeddings
 
 
@@ -63,7 +65,7 @@ def test_the_first_group_that_matches_counts() -> None:
     groups["group_1"]["targets"] = ["Linear"]
     read = read_quantization(data)
     assert read is not None
-    assert read.format_of(LINEAR) == Format("int4", 32)
+    assert read.format_of(EXPERT) == Format("int4", 64)
 
 
 def at(*path: str, value: Any) -> dict[str, Any]:

@@ -65,10 +65,11 @@ def test_every_tensor_is_counted_once(preset: str) -> None:
 
 
 def test_quantised_bytes_by_hand() -> None:
-    """One matrix worked out on paper: the dense MLP of `tiny`, six layers of [192, 64] and [64, 96]."""
-    mlp = next(p for p in summarise(ModelConfig.preset("tiny")).parts if p.name == "dense MLP")
-    assert mlp.bytes["fp8"] == 6 * (192 * 64 + 4 * 192 + 64 * 96 + 4 * 64)
-    assert mlp.bytes["4-bit"] == 6 * (192 * (32 + 2 * 2) + 64 * (48 + 2 * 3))
+    """Worked out on paper: the dense MLP of `tiny`, [192, 64] and [64, 96], and 8 experts, [128, 64] and [64, 64]."""
+    parts = {p.name: p.bytes for p in summarise(ModelConfig.preset("tiny", moe_intermediate_size=64)).parts}
+    assert parts["dense MLP"]["fp8"] == 6 * (192 * 64 + 4 * 192 + 64 * 96 + 4 * 64)
+    assert parts["dense MLP"]["4-bit"] == parts["dense MLP"]["fp8"]
+    assert parts["experts"]["4-bit"] == 6 * 8 * (128 + 64) * (32 + 2)
 
 
 @pytest.mark.parametrize("tokens", [1, 15, 16, 40])

@@ -56,3 +56,16 @@ def test_a_query_keeps_its_bits_wherever_the_text_is_cut(window) -> None:
             parts.append(attend_causal(q[at:end], k[:, first:end], v[:, first:end], at, window))
             at = end
         assert torch.equal(torch.cat(parts), whole)
+
+
+def test_a_backend_may_lay_its_result_out_as_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU in float32 torch gives heads that do not lie in a row."""
+    q, k, v = make(20, 20)
+    expected = attend_causal(q, k, v, 0, 8)
+    plain_sdpa = attention.F.scaled_dot_product_attention
+
+    def scattered(*args, **options):
+        return plain_sdpa(*args, **options).permute(0, 2, 1, 3).contiguous().permute(0, 2, 1, 3)
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", scattered)
+    torch.testing.assert_close(attend_causal(q, k, v, 0, 8), expected)

@@ -6,14 +6,18 @@ import pytest
 import torch
 
 from diffusiongemma.errors import InputError
-from diffusiongemma.ops import attention_cached, attention_triton
+from diffusiongemma.ops import attention_cached, attention_triton, attention_wide_triton
 from diffusiongemma.ops.attention import attend_canvas, attend_causal
 from diffusiongemma.ops.attention_cached import New, Prefix
 from diffusiongemma.ops.attention_triton import Blocks
+from diffusiongemma.ops.attention_wide_triton import WideBlocks
 
 FP32, BF16 = torch.float32, torch.bfloat16
 SMALL = Blocks(queries=16, keys=16, parts=1, warps=4, stages=2)
 SPLIT = Blocks(queries=16, keys=16, parts=4, warps=4, stages=2)
+HELD = Blocks(queries=64, keys=16, parts=2, warps=4, stages=2)  # queries in registers
+WIDE = WideBlocks(queries=16, keys=32, width=16, parts=2, depth=16, score_warps=4, score_stages=2, warps=4, stages=2)
+WHOLE = WIDE._replace(keys=16, parts=1)
 # lengths of the prefixes, new tokens of each row: empty, short, full rings, wrapped rings, a lone token
 MIXED = [(0, 12), (7, 2), (15, 9), (40, 1)]
 
@@ -38,7 +42,10 @@ def make(rows, heads=4, kv_heads=2, size=16, slots=15, dtype=FP32, seed=0):
     return q, k, v, Prefix(keys, values, row, length), New(begin, most)
 
 
-@pytest.mark.parametrize(("blocks", "dtype"), [(SMALL, FP32), (SPLIT, FP32), (None, BF16)])
+@pytest.mark.parametrize(
+    ("blocks", "dtype"),
+    [(SMALL, FP32), (SPLIT, FP32), (HELD, FP32), (None, BF16), (WIDE, FP32), (WIDE, BF16), (WHOLE, FP32)],
+)
 @pytest.mark.parametrize(
     ("rows", "heads", "kv_heads", "size", "slots", "causal", "window"),
     [
@@ -54,6 +61,8 @@ def make(rows, heads=4, kv_heads=2, size=16, slots=15, dtype=FP32, seed=0):
     ],
 )
 def test_equals_the_definition(rows, heads, kv_heads, size, slots, causal, window, blocks, dtype) -> None:
+    if isinstance(blocks, WideBlocks) and window is not None:
+        window, slots = None, 64 if rows is MIXED else 80
     q, k, v, prefix, new = make(rows, heads, kv_heads, size, slots, dtype)
     assert attention_triton.supported(q, prefix) is None
     got = attention_triton.attend(q, k, v, prefix, new, causal, window, blocks)
@@ -79,24 +88,34 @@ def test_the_definition_is_that_of_single_rows(causal, slots) -> None:
         torch.testing.assert_close(whole[own], alone, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("causal", "blocks"), [(False, None), (True, SPLIT)])
+@pytest.mark.parametrize(("causal", "blocks"), [(False, None), (True, SPLIT), (False, WIDE), (True, WIDE)])
 def test_a_row_has_the_same_bits_alone_and_in_a_batch(causal, blocks) -> None:
-    q, k, v, prefix, new = make(MIXED)
-    whole = attention_triton.attend(q, k, v, prefix, new, causal, 15, blocks)
+    window, slots = (None, 64) if blocks is WIDE else (15, 15)
+    q, k, v, prefix, new = make(MIXED, slots=slots)
+    whole = attention_triton.attend(q, k, v, prefix, new, causal, window, blocks)
     for b in range(len(MIXED)):
         own = slice(int(new.begin[b]), int(new.begin[b + 1]))
         one = Prefix(prefix.keys, prefix.values, prefix.row[b : b + 1], prefix.length[b : b + 1])
         begin = torch.tensor([0, own.stop - own.start], dtype=torch.int32, device=DEVICE)
-        alone = attention_triton.attend(q[own], k[own], v[own], one, New(begin, new.most), causal, 15, blocks)
+        alone = attention_triton.attend(q[own], k[own], v[own], one, New(begin, new.most), causal, window, blocks)
         assert torch.equal(alone, whole[own])
 
 
-def test_room_that_is_not_used() -> None:
+def test_wide_heads_take_turns_where_room_is_short(monkeypatch) -> None:
+    q, k, v, prefix, new = make(MIXED, slots=64)
+    whole = attention_triton.attend(q, k, v, prefix, new, True, None, WIDE)
+    lines = len(MIXED) * 2 * WIDE.queries  # of one block of queries each
+    monkeypatch.setattr(attention_wide_triton, "ROOM", lines * 96 * 4)
+    torch.testing.assert_close(attention_triton.attend(q, k, v, prefix, new, True, None, WIDE), whole, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("blocks", [SPLIT, WIDE])
+def test_room_that_is_not_used(blocks) -> None:
     """A graph is recorded for the most there may be: more tokens than the rows have, more slots than are filled."""
     q, k, v, prefix, new = make(MIXED, slots=64)
     want = attention_cached.attend(q, k, v, prefix, new, False)
     wide = [torch.cat([t, torch.full_like(t[:9], torch.nan)]) for t in (q, k, v)]
-    got = attention_triton.attend(*wide, prefix, New(new.begin, 40), False, None, SPLIT)
+    got = attention_triton.attend(*wide, prefix, New(new.begin, 40), False, None, blocks)
     torch.testing.assert_close(got[: len(q)], want, atol=1e-5, rtol=1e-4)
 
 

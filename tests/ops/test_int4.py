@@ -1,70 +1,61 @@
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from diffusiongemma.errors import InputError
 from diffusiongemma.ops import int4, quant
 
 
-@given(st.integers(1, 3), st.integers(1, 5), st.integers(0, 99))
-def test_unpack_undoes_pack(rows: int, blocks: int, seed: int) -> None:
-    g = torch.Generator().manual_seed(seed)
-    q = torch.randint(-8, 8, (2, rows, 64 * blocks), generator=g, dtype=torch.int8)
-    words = int4.pack(q)
-    assert words.dtype == torch.int16
-    assert words.shape == (2, rows, 16 * blocks)
-    assert torch.equal(int4.unpack(words), q)
-
-
-def test_a_word_holds_weights_that_lie_16_apart() -> None:
-    q = torch.arange(64).remainder(13).sub(6).to(torch.int8)
-    for i, word in enumerate(int4.pack(q).tolist()):
-        assert [(word >> shift & 15) - 8 for shift in (0, 4, 8, 12)] == q[i::16].tolist()
-
-
-@pytest.mark.parametrize("shape", [(10, 128), (3, 10, 128), (2, 3, 10, 128)])
-def test_words_are_packed_again_where_they_are(shape: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
-    q, scale = quant.quantize(torch.randn(shape), quant.parse_format("int4", 32))
-    values = quant.dequantize(q, scale)
-    words, turned = int4.from_stored(q, scale)
-    assert words.data_ptr() == q.data_ptr()
-    assert words.shape == (*shape[:-1], 32)
-    assert torch.equal(int4.dequantize(words, turned), values)
-
-
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("group", [32, 64])
-def test_stored_weights_keep_their_values(group: int) -> None:
+@pytest.mark.parametrize("shape", [(128, 128), (3, 256, 192), (2, 3, 128, 64)])
+def test_stored_weights_are_packed_where_they_are(shape: tuple[int, ...], group: int, gated: bool, monkeypatch) -> None:
+    """A few at a time, in their own memory, and back."""
+    monkeypatch.setattr(int4, "AT_ONCE", 2 * 256 * 192)
     torch.manual_seed(0)
-    q, scale = quant.quantize(torch.randn(3, 10, 192), quant.parse_format("int4", group))
-    words, turned = int4.to_runtime(quant.unpack_int4(q), scale)
-    assert turned.shape == (3, 192 // group, 10)
-    assert turned.dtype == torch.bfloat16
-    assert torch.equal(int4.dequantize(words, turned), quant.dequantize(q, scale))
+    words, scale = quant.quantize(torch.randn(shape), quant.parse_format("int4", group))
+    values, before = quant.dequantize(words, scale), (words.clone(), scale.clone())
+    tiles, both = int4.from_stored(words, scale, gated)
+    assert (tiles.data_ptr(), both.data_ptr()) == (words.data_ptr(), scale.data_ptr())
+    assert (tiles.nbytes, both.nbytes) == (words.nbytes, scale.nbytes)
+    assert torch.equal(int4.dequantize_pairs(tiles, both, gated), values)
+    expected = int4.pack_pairs(quant.unpack_int4(before[0]), before[1], gated)
+    assert all(torch.equal(a, b) for a, b in zip((tiles, both), expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(int4.to_stored(tiles, both, gated), before, strict=True))
 
 
-def test_what_kernels_cannot_read_is_refused() -> None:
-    q, scale = torch.zeros(4, 96, dtype=torch.int8), torch.ones(4, 3)
-    with pytest.raises(InputError, match="multiple of 64"):
-        int4.to_runtime(q, scale)
-    with pytest.raises(InputError, match="groups of 32 or 64"):
-        int4.to_runtime(torch.zeros(4, 128, dtype=torch.int8), torch.ones(4, 1))
-    with pytest.raises(InputError, match="not below 8"):
-        int4.to_runtime(torch.zeros(4, 128, dtype=torch.int8), torch.full((4, 2), 8.0))
-    with pytest.raises(InputError, match="not below 8"):
-        int4.to_runtime(torch.zeros(4, 128, dtype=torch.int8), torch.full((4, 2), torch.nan))
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("group", [32, 64])
+def test_pairs_keep_their_values(gated: bool, group: int) -> None:
+    torch.manual_seed(0)
+    q, scale = quant.quantize(torch.randn(3, 256, 192), quant.parse_format("int4", group))
+    tiles, scales = int4.pack_pairs(quant.unpack_int4(q), scale, gated)
+    assert tiles.shape == (3, 2, 192 // group, 64, group)
+    assert scales.shape == (3, 2, 192 // group, 64)
+    assert torch.equal(int4.dequantize_pairs(tiles, scales, gated), quant.dequantize(q, scale))
 
 
-@pytest.mark.parametrize(("mask", "shift", "power"), [(0x0F, 0, 125), (0xF0, 4, 121)])
-def test_nibbles_are_numbers_without_conversion(mask: int, shift: int, power: int) -> None:
-    """What the kernel's assembly does, bits of a small bfloat16 times a huge scale, plus an offset."""
-    bits = torch.arange(256, dtype=torch.int16)
-    scale = (torch.rand(50) * 7.9).to(torch.bfloat16) * torch.logspace(-20, 0, 50).to(torch.bfloat16)
-    small = (bits & mask).view(torch.bfloat16).double()[:, None]
-    huge, offset = scale.double() * 2.0**power, scale.double() * -(2.0**-5)
-    assert torch.equal(huge.to(torch.bfloat16).double(), huge)  # the kernel holds both as bfloat16
-    assert torch.equal(offset.to(torch.bfloat16).double(), offset)
-    found = (small * huge + offset).to(torch.bfloat16).double() * 256  # one rounding, as fma has
-    q = ((bits & mask) >> shift).double()[:, None] - 8
-    assert torch.equal(found, (q * scale.double()).to(torch.bfloat16).double())
+def test_a_byte_holds_what_one_program_makes_side_by_side() -> None:
+    q = torch.randint(-8, 8, (256, 64), dtype=torch.int8)
+    for gated, apart in ((False, 64), (True, 128)):
+        tiles, _ = int4.pack_pairs(q, torch.ones(256, 1), gated)
+        byte = int(tiles[1, 0, 5, 7])
+        row = 69 if gated else 133
+        assert [(byte & 15) - 8, (byte >> 4) - 8] == [int(q[row, 7]), int(q[row + apart, 7])]
+
+
+def test_what_pairs_cannot_hold_is_refused() -> None:
+    q = torch.zeros(128, 128, dtype=torch.int8)
+    with pytest.raises(InputError, match="multiple of 128 rows"):
+        int4.pack_pairs(q[:64], torch.ones(64, 2), False)
+    with pytest.raises(InputError, match="128 in groups of 128"):
+        int4.pack_pairs(q, torch.ones(128, 1), False)
+    with pytest.raises(InputError, match="multiple of 128 rows"):
+        int4.from_stored(torch.zeros(64, 16, dtype=torch.int32), torch.ones(64, 2, dtype=torch.bfloat16), False)
+    with pytest.raises(InputError, match="not a number"):
+        int4.pack_pairs(q, torch.full((128, 2), torch.inf), False)
+
+
+def test_a_nibble_is_an_fp8_number() -> None:
+    """What the kernel takes for granted: bytes 0 … 15 are n 2^-9, and 0x88 is -8 2^-9."""
+    numbers = torch.tensor([*range(16), 0x88], dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    assert (numbers * 2**9).tolist() == [*range(16), -8]

@@ -177,8 +177,8 @@ def test_error_of_nothing() -> None:
 
 def test_names() -> None:
     assert parse_format("fp8") == Format("fp8")
-    assert parse_format("int4") == Format("int4", 32)
-    assert parse_format("int4", 64) == Format("int4", 64)
+    assert parse_format("int4") == Format("int4", 64)
+    assert parse_format("int4", 32) == Format("int4", 32)
     assert str(parse_format("int4", 64)) == "int4 in groups of 64"
     for kind, group, words in [
         ("int3", None, "int8, fp8, int4"),

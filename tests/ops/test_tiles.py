@@ -1,13 +1,14 @@
 import pytest
 import torch
 
+from diffusiongemma.config import ModelConfig
 from diffusiongemma.ops import tiles
 from diffusiongemma.ops.routing import capacity_of, route
 from diffusiongemma.ops.tiles import Shape, Tile
 
 SHAPES = [
     Shape(fmt, k, o, experts, gated, rows)
-    for fmt in ("bf16", "fp8", "int8", "int4")
+    for fmt in ("bf16", "fp8", "int8", "pairs")
     for experts in (0, 128)
     for k, o, gated in ((2816, 704, True), (704, 2816, False), (2816, 8192, False))
     for rows in ((16, 32, 64, 128) if experts else (1, 16, 33, 256, 4096))
@@ -26,12 +27,19 @@ def test_the_rule_gives_a_tile_that_fits(shape: Shape, limit: int) -> None:
 
 
 def test_steps_do_not_depend_on_rows() -> None:
-    assert tiles.step_of("int4", 2816, False) == 256
-    assert tiles.step_of("int4", 64, False) == 64
-    assert tiles.step_of("fp8", 2816, False) == 128
-    assert tiles.step_of("fp8", 2816, True) == 64
-    assert tiles.step_of("fp8", 704, False) == 64
-    assert tiles.step_of("bf16", 2816, False) == 64
+    assert tiles.step_of("fp8", 2816) == 128
+    assert tiles.step_of("fp8", 704) == 64
+    assert tiles.step_of("bf16", 2816) == 64
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp8", "pairs"])
+@pytest.mark.parametrize("rows", [16, 32])
+def test_the_26b_has_measured_tiles(fmt: tiles.Format, rows: int) -> None:
+    config = ModelConfig.preset("26b-a4b")
+    sizes = (config.hidden_size, config.moe_intermediate_size)
+    for gated, (inputs, outputs) in ((True, sizes), (False, sizes[::-1])):
+        shape = Shape(fmt, inputs, outputs, config.num_experts, gated, rows)
+        assert tiles.choose(shape, 227 << 10) == tiles.TUNED[shape.key()]
 
 
 def test_tuned_tiles_go_to_a_file_and_back(tmp_path, monkeypatch) -> None:
@@ -48,6 +56,7 @@ def test_tuned_tiles_go_to_a_file_and_back(tmp_path, monkeypatch) -> None:
 @pytest.mark.parametrize(("pairs", "rows"), [(8, 16), (128, 16), (2048, 32), (4096, 64), (8192, 128), (32768, 128)])
 def test_blocks_grow_with_the_tokens_of_an_expert(pairs: int, rows: int) -> None:
     assert tiles.block_rows(pairs, 128) == rows
+    assert tiles.block_rows(pairs, 128, "pairs") == min(64, rows)
 
 
 @pytest.mark.parametrize(("tokens", "k", "experts", "block"), [(1, 2, 8, 16), (70, 3, 5, 16), (16, 4, 4, 16)])

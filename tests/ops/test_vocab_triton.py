@@ -10,7 +10,7 @@ from triton.runtime import interpreter
 
 from diffusiongemma.diffusion.beliefs import read_logits
 from diffusiongemma.errors import InputError
-from diffusiongemma.ops import vocab_triton
+from diffusiongemma.ops import soft_triton, vocab_triton, weigh_triton
 from diffusiongemma.ops.quant import FP8, Format, dequantize, quantize
 from diffusiongemma.ops.vocab import Rules, Table, ban, draws, make_table, obey, philox, vocab_end
 
@@ -182,6 +182,54 @@ def test_small_temperatures_and_large_logits() -> None:
     for name in ("entropy", "logprob", "sample_logprob", "soft"):
         assert getattr(got, name).isfinite().all(), name
     torch.testing.assert_close(got.entropy, want.entropy, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "soft", "how"),
+    [(FP32, None, False, "fused"), (BF16, None, False, "fused"), (FP32, None, False, "library"),
+     (BF16, "int8", True, "fused"), (FP32, "fp8", True, "fused")],
+)  # fmt: skip
+def test_a_reference_that_does_not_depend_on_the_logits(dtype, kind, soft, how) -> None:
+    hidden, table, rules = make(rows=6, dtype=dtype, kind=kind, soft=soft, spread=1.0)
+    rules = with_rules(rules, 1312)
+    rules.temperature[0], rules.temperature[5] = 0.39, 2.0
+    got = vocab_triton.vocab_end(hidden, table, rules, CAP, SCALE, how, how, coldest=0.39)
+    want = vocab_end(hidden, table, rules, CAP, SCALE, torch.float64)
+    assert torch.equal(got.argmax, want.argmax)
+    assert (got.entropy - want.entropy).abs().max() < 1e-4
+    assert (got.logprob - want.logprob).abs().max() < 1e-4
+    assert passes(got.sample, _probs(hidden, table, rules), rules.uniform, 0.01 if dtype == BF16 else 1e-4)
+    assert got.entropy[2] == got.logprob[2] == 0
+    assert relative(got.soft, want.soft) < (0.04 if soft else 1e-5 if dtype == FP32 else 0.005)
+    # Temperatures that would leave the range of the numbers are read the other way, whose bits are the same as ever.
+    cold = Rules(torch.full_like(rules.temperature, 0.01), rules.uniform)
+    one, two = (vocab_triton.vocab_end(hidden, table, cold, CAP, SCALE, how, how, coldest=c) for c in (0.01, None))
+    assert torch.equal(one.soft, two.soft)
+
+
+@pytest.mark.parametrize(("dtype", "kind", "soft", "coldest"), [(FP32, None, False, None), (FP32, None, False, 0.4),
+                                                                (BF16, "int8", True, None)])  # fmt: skip
+def test_what_is_skipped_is_bounded(dtype, kind, soft, coldest) -> None:
+    """Positions that are sure of themselves: most tiles hold nothing, and what is left out is within what may be."""
+    hidden, table, rules = make(rows=3, vocab=2624, dtype=dtype, kind=kind, soft=soft, spread=1.0)
+    rules = Rules(torch.full_like(rules.temperature, 0.4), rules.uniform)
+    args = (hidden, table, rules, CAP, SCALE)
+    whole = vocab_triton.vocab_end(*args, coldest=coldest)
+    norm = float(table.wide_soft(torch.float64).norm(dim=1).max()) * SCALE
+    for skip in (1e-9, 1e-3, 0.03):
+        got = vocab_triton.vocab_end(*args, coldest=coldest, skip=skip)
+        assert torch.equal(got.sample, whole.sample)
+        rounding = 0.02 * norm if dtype == BF16 else 1e-5 * norm
+        assert (got.soft.double() - whole.soft.double()).norm(dim=1).max() <= skip * norm + rounding
+    # and it does skip
+    weighed = weigh_triton.weigh_fused(*args[:4], weigh_triton.head_blocks(False, 4))
+    factor, share, _ = vocab_triton.result(rules, vocab_triton.Weighed(*weighed, CAP, False))
+    parts = soft_triton.Parts(weighed[0], factor, share, weighed[1].mass, weighed[2], False)
+    counts = [int(soft_triton.needed(parts, skip, 32).tiles.sum()) for skip in (1e-12, 1e-3, 0.03)]
+    probs = _probs(hidden, table, rules)
+    tiles = torch.nn.functional.pad(probs, (0, -probs.shape[1] % weighed[2])).unflatten(1, (-1, weighed[2])).sum(2)
+    assert counts[0] > counts[1] > counts[2] > 0
+    assert counts[2] == int((tiles > 0.03 / tiles.shape[1]).any(dim=0).sum())
 
 
 def test_draws_are_the_same_to_the_bit() -> None:

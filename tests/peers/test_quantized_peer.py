@@ -24,12 +24,13 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.quantization.quant_scheme import QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
+from compressed_tensors.utils import is_match
 
 pytestmark = pytest.mark.peer
 
 CONFIG = ModelConfig.preset("tiny", num_hidden_layers=2, layer_types=("sliding_attention", "full_attention"))
-SCHEMES = [Scheme.parse("int8"), Scheme.parse("fp8"), Scheme.parse("int4")]
-every_scheme = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.weights.kind)
+SCHEMES = [Scheme.parse("int8"), Scheme.parse("fp8"), Scheme.parse("int4", 32)]
+every_scheme = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.experts.kind)
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +41,17 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def groups_of(scheme: Scheme) -> dict[str, QuantizationScheme]:
-    """Their reading of our config: the schemes of matrices and of embeddings."""
+    """Their reading of our config: parameter -> the scheme that their matching of targets finds for its module."""
     config = QuantizationConfig.model_validate(write_quantization(scheme))
-    groups = list(config.config_groups.values())
-    return {"matrix": groups[0], "embedding": groups[-1]}
+    found: dict[str, QuantizationScheme] = {}
+    for name in stock_layout(CONFIG, split_experts=True):
+        module = torch.nn.Embedding(1, 1) if "embed_tokens" in name else torch.nn.Linear(1, 1)
+        base = name.removesuffix(".weight")
+        hits = [group for group in config.config_groups.values() if is_match(base, module, group.targets)]
+        assert len(hits) <= 1, f"{name}: which of two groups counts depends on the reader"
+        if hits:
+            found[name] = hits[0]
+    return found
 
 
 @every_scheme
@@ -55,7 +63,7 @@ def test_they_read_our_numbers_as_we_do(scheme: Scheme, plain: Path, tmp_path: P
         if f"{name}_scale" not in tensors:
             continue
         base = name.removesuffix("weight")
-        group = groups["embedding" if "embed_tokens" in name else "matrix"]
+        group = groups[name]
         parts = {n.removeprefix(base): t for n, t in tensors.items() if n.startswith(base)}
         parts["weight_scale"] = parts["weight_scale"].float()  # they dequantise in the dtype of the scales
         theirs = BaseCompressor.get_value_from_registry(group.format).decompress(parts, group)["weight"]
@@ -74,7 +82,7 @@ def test_we_read_what_they_compress(scheme: Scheme, plain: Path, tmp_path: Path)
             tensors[name] = weight
             expected[name] = weight.float()
             continue
-        group = groups["embedding" if "embed_tokens" in name else "matrix"]
+        group = groups[name]
         compressor = BaseCompressor.get_value_from_registry(group.format)
         state = {"weight": weight, "weight_scale": _scales(weight, group)}
         compressed = compressor.compress(state, group)
@@ -91,7 +99,7 @@ def test_we_read_what_they_compress(scheme: Scheme, plain: Path, tmp_path: Path)
     ours = load_model(folder).state_dict()
     for name, slot in layout.items():
         assert torch.equal(slot.of(ours[slot.parameter]), expected[name]), name
-    load_model(folder, quantize=scheme.weights.kind)
+    load_model(folder, quantize=scheme.experts.kind, group=scheme.experts.group or None)
 
 
 def _scales(weight: Tensor, group: QuantizationScheme) -> Tensor:

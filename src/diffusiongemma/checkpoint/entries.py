@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 
@@ -82,7 +82,7 @@ def stored_entries(name: str, slot: Slot, weight: QuantWeight) -> list[Entry]:
     names, sizes = _names(name, weight.format), _sizes(slot.shape, weight.format)
 
     def fetch(part: int) -> Tensor:
-        tensor = weight.stored(slot.of)[part]
+        tensor = replace(slot, expert=None).of(weight.stored(slot.expert)[part])
         return plain_entry(names[part], tensor, None).fetch()
 
     entries = [Entry(names[part], sizes[part], partial(fetch, part)) for part in (0, 1)]

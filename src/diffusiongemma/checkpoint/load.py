@@ -106,9 +106,8 @@ def _formats(
     if not stored:
         return Scheme.parse(quantize, group).formats(shapes_of(config))
     has = describe(fmt for found in stored.values() for fmt in found)
-    if quantize != "stored" and Scheme.parse(quantize, group).weights not in (
-        f for found in stored.values() for f in found
-    ):
+    experts = {fmt for name, found in stored.items() if ".experts." in name for fmt in found}
+    if quantize != "stored" and Scheme.parse(quantize, group).experts not in experts:
         raise CheckpointError(
             f"this checkpoint is quantised already ({has}), and quantising twice only loses: load it as it is, or "
             f"quantise the original to {quantize}"

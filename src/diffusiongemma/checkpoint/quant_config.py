@@ -24,6 +24,8 @@ STORAGE: dict[Kind, tuple[str, str, int]] = {
     "fp8": ("float-quantized", "float", 8),
     "int4": ("pack-quantized", "int", 4),
 }
+_EXPERTS = r"re:.*\.experts\.\d+\.(gate|up|down)_proj$"
+_DENSE = r"re:.*\.(self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj$"
 _IGNORED = ["lm_head", "re:.*router.*", "re:.*self_conditioning.*", "re:.*vision.*"]  # what we keep, for other readers
 _KNOWN = frozenset(
     "config_groups format global_compression_ratio ignore kv_cache_scheme quant_method quantization_status "
@@ -53,7 +55,9 @@ class Quantization:
 
 def write_quantization(scheme: Scheme) -> dict[str, Any]:
     """The JSON for a checkpoint that we write."""
-    targets: dict[Format, list[str]] = {scheme.weights: ["Linear"]}
+    targets: dict[Format, list[str]] = {scheme.experts: ["Linear"]}
+    if scheme.dense != scheme.experts:  # names that need no order: other readers may take the last group that matches
+        targets = {scheme.experts: [_EXPERTS], scheme.dense: [_DENSE]}
     if scheme.embeddings is not None:
         targets.setdefault(scheme.embeddings, []).append("re:.*embed_tokens$")
     groups = {f"group_{i}": _write_group(fmt, names) for i, (fmt, names) in enumerate(targets.items())}

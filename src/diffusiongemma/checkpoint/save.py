@@ -94,10 +94,12 @@ def write_checkpoint(
 
 
 def _scheme_of(held: dict[str, Format]) -> Scheme:
-    formats = {fmt for name, fmt in held.items() if name != EMBEDDINGS}
-    if len(formats) != 1:
-        raise CheckpointError(f"a checkpoint has one format for all matrices, this network {describe(formats)}")
-    return Scheme(formats.pop(), held.get(EMBEDDINGS))
+    experts = {fmt for name, fmt in held.items() if ".experts." in name}
+    dense = {fmt for name, fmt in held.items() if ".experts." not in name and name != EMBEDDINGS}
+    if len(experts) != 1 or len(dense) != 1:
+        found = f"{describe(experts)} and {describe(dense)}"
+        raise CheckpointError(f"a checkpoint has one format for all experts and one for other matrices, this {found}")
+    return Scheme(experts.pop(), dense.pop(), held.get(EMBEDDINGS))
 
 
 def _vision(source: Source | None) -> list[Entry]:

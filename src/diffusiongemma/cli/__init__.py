@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from diffusiongemma import __version__
-from diffusiongemma.cli import chat, demo, eval, infill, inspect, quantize, run, serve, sudoku, svg, train
+from diffusiongemma.cli import bench, chat, demo, eval, infill, inspect, quantize, run, serve, sudoku, svg, train
 from diffusiongemma.errors import DiffusionGemmaError
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app.command("infill")(infill.infill)
 app.command("sudoku")(sudoku.sudoku)
 app.command("svg")(svg.svg)
 app.add_typer(eval.app, name="eval")
+app.add_typer(bench.app, name="bench")
 app.command("demo")(demo.run)
 app.command("serve")(serve.run)
 app.command("inspect")(inspect.run)

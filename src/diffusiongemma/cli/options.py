@@ -62,6 +62,7 @@ FLAGS = (
         decls=("--early-stop/--no-early-stop",),
     ),
     Flag("canvas", str, None, "Width of a block in tokens, or 'adaptive' (default: the model's own)."),
+    Flag("forget", int, 0, "After so many steps, and again, an unsettled canvas drops its belief; 0: never (DEFAULT)."),
     Flag("redo", int, 0, "How often a block that came out as garbage is done again (DEFAULT)."),
     Flag("temperature", float, 1.0, "0 takes the best token (DEFAULT).", _AR),
     Flag("top_p", float, 1.0, "Draw from the smallest set with this much probability (DEFAULT).", _AR),

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 def run(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A plain checkpoint: a folder or a hub id.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
-    kind: Annotated[str, typer.Option("--format", help="int8, fp8 (e4m3) or int4.")],
-    group: Annotated[int | None, typer.Option(help="int4: numbers that share a scale, 32 or 64.  [32]")] = None,
+    kind: Annotated[str, typer.Option("--format", help="int8, fp8 (e4m3) or int4 (the experts).")],
+    group: Annotated[int | None, typer.Option(help="int4: numbers that share a scale, 32 or 64.  [64]")] = None,
     keep_embeddings: Annotated[
         bool, typer.Option("--keep-embeddings", help="Leave the embeddings as they are; vLLM needs that.")
     ] = False,
@@ -32,8 +32,9 @@ def run(
 ) -> None:
     """Quantise a checkpoint into a folder that loads in seconds.
 
-    Attention, dense MLP and experts get the format, embeddings int8; router, norms and self-conditioning stay. The
-    folder is of the compressed-tensors kind. Prints the error of every layer.
+    Attention, dense MLP and experts get the format, but of int4 only the experts: the others are fp8 then. Embeddings
+    are int8; router, norms and self-conditioning stay. The folder is of the compressed-tensors kind. Prints the error
+    of every layer.
     """
     from diffusiongemma.checkpoint.fidelity import by_part
     from diffusiongemma.checkpoint.quantize import quantize_folder

@@ -41,13 +41,21 @@ class CacheRow:
         self.length = 0
         self._deepest = 0  # the longest this row has been since its rings were written
         self.ring = min(max_length, max(config.sliding_window - 1, config.canvas_window) + rollback)
+        self.dtype, self.device = dtype, torch.device(device)
         self.keys: list[Tensor] = []  # a layer each: [K, S, Dh]
         self.values: list[Tensor] = []
-        for layer in range(config.num_hidden_layers):
-            heads, head_dim = config.layer_heads(layer)
-            slots = self.ring if config.is_sliding(layer) else min(max_length, GROWTH)
-            self.keys.append(torch.empty(heads, slots, head_dim, dtype=dtype, device=device))
-            self.values.append(torch.empty(heads, slots, head_dim, dtype=dtype, device=device))
+        self._allocate()
+
+    def _allocate(self) -> None:
+        for layer in range(self.config.num_hidden_layers):
+            heads, head_dim = self.config.layer_heads(layer)
+            slots = self.ring if self.config.is_sliding(layer) else min(self.max_length, GROWTH)
+            self.keys.append(torch.empty(heads, slots, head_dim, dtype=self.dtype, device=self.device))
+            self.values.append(torch.empty(heads, slots, head_dim, dtype=self.dtype, device=self.device))
+
+    def _new(self, max_length: int) -> CacheRow:
+        """An empty row of the same kind."""
+        return CacheRow(self.config, max_length, self.dtype, self.device, self.rollback)
 
     @property
     def nbytes(self) -> int:
@@ -130,7 +138,7 @@ class CacheRow:
             raise CacheError(f"cannot fork at {length} of {self.length} tokens: the sliding layers no longer hold them")
         if limit < length:
             raise CacheError(f"a fork with room for {limit} tokens cannot hold {length}")
-        twin = CacheRow(self.config, limit, self.keys[0].dtype, self.keys[0].device, self.rollback)
+        twin = self._new(limit)
         oldest = max(0, self._deepest - self.ring)  # what the rings still hold begins here
         for layer in range(self.config.num_hidden_layers):
             count = min(max(0, length - oldest), twin.ring) if self.config.is_sliding(layer) else length

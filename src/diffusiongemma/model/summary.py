@@ -6,7 +6,7 @@ drift from the code. The formats:
 - bf16: two bytes a parameter.
 - fp8: one byte, and one fp32 scale a row (output channel) of each matrix; router, norms, scalars and self-conditioning
   stay bf16.
-- 4-bit: half a byte, and one bf16 scale a group of 32 along a row; embeddings stay 8-bit as in fp8.
+- 4-bit: experts have half a byte, and one bf16 scale a group of 64 along a row; all else is as in fp8.
 
 `model/quantize.py` does what these sizes say; a test holds them equal.
 """
@@ -23,7 +23,7 @@ import torch
 from diffusiongemma.config import ModelConfig
 from diffusiongemma.model import DiffusionGemma
 
-GROUP = 32
+GROUP = 64
 FORMATS = ("bf16", "fp8", "4-bit")
 NORMS = "norms and scalars"
 KEPT = ("router", "self-conditioning", NORMS)  # never quantised
@@ -130,7 +130,7 @@ def _bytes(part: str, shape: tuple[int, ...], fmt: str) -> int:
     rows = count // columns
     if fmt == "bf16" or part in KEPT:
         return 2 * count
-    if fmt == "fp8" or part == "embeddings":
+    if fmt == "fp8" or part != "experts":
         return count + 4 * rows
     return ceil(columns / 2) * rows + 2 * ceil(columns / GROUP) * rows
 

@@ -55,7 +55,7 @@ def attend_causal(q: Tensor, k: Tensor, v: Tensor, start: int, window: int | Non
             attn_mask=seen.repeat(group, 1),
             scale=1.0,
         )
-        out = out.view(heads, block, head_dim)
+        out = out.reshape(heads, block, head_dim)  # not every backend of torch's gives whole heads in a row
         outs.append(out[:, max(start - begin, 0) : min(end, stop) - begin])
     return torch.cat(outs, dim=1).transpose(0, 1)
 

@@ -20,8 +20,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from diffusiongemma.ops.attention_cached import New, Prefix, check
+from diffusiongemma.ops.attention_wide_triton import WideBlocks, attend_wide, wide_blocks
 from diffusiongemma.ops.early_triton import ready, run
 from diffusiongemma.ops.kernels import unavailable
 
@@ -41,9 +43,10 @@ def blocks_for(head_dim: int, one: bool, itemsize: int = 2) -> Blocks:
     """`one`: every row has one new token; then reading the cache is all there is, and many programs share it"""
     if one:
         return Blocks(16, 64, 16, 4, 3) if head_dim <= 256 else Blocks(16, 32, 64, 4, 3)
-    # The sum of values, queries x head size in float32, must stay in registers: 128 KB of them.
+    # The fewer blocks of queries, the less often keys and values go from the cache of the card to its multiprocessors.
+    # Two stages would not do: the next tile is asked for only at the end of a step.
     wide = head_dim * itemsize > 512
-    return Blocks(64, 32, 2, 8, 2) if wide else Blocks(64, 64, 2, 4, 2)
+    return Blocks(32, 32, 4, 4, 2) if wide else Blocks(128, 64, 4, 8, 3)
 
 
 def supported(q: Tensor, prefix: Prefix) -> str | None:
@@ -59,14 +62,19 @@ def supported(q: Tensor, prefix: Prefix) -> str | None:
         return f"queries of {q.dtype} and a cache of {prefix.keys.dtype} must both be bfloat16 or float32"
     if prefix.keys.stride(3) != 1 or prefix.keys.stride() != prefix.values.stride():
         return "keys and values must lie alike, with the numbers of a head side by side"
+    if any(stride * prefix.keys.element_size() % 16 for stride in prefix.keys.stride()[:3]):
+        return "heads of the cache must begin at multiples of 16 bytes"
     return None
 
 
 @triton.jit
-def _tile(q, k, v, seen, acc, top, total):
-    """One tile of keys and values, k and v [n, Dh], taken into the running softmax"""
-    s = tl.dot(q, tl.trans(k), input_precision="ieee") * LOG2E
-    s = tl.where(seen, s, float("-inf"))
+def _tile(q, k, v, seen, acc, top, total, CAUSAL: tl.constexpr):
+    """One tile of keys and values, k and v [n, Dh], taken into the running softmax; seen [m, n], or [n] for a canvas"""
+    s = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if CAUSAL:
+        s = tl.where(seen, s * LOG2E, float("-inf"))
+    else:
+        s = s * LOG2E + tl.where(seen, 0.0, float("-inf"))[None, :]  # one operation a score
     higher = tl.maximum(top, tl.max(s, axis=1))
     p = tl.exp2(s - higher[:, None])
     fade = tl.exp2(top - higher)
@@ -77,10 +85,9 @@ def _tile(q, k, v, seen, acc, top, total):
 
 @triton.jit(do_not_specialize=["batch", "slots", "tokens", "blocks", "window"])
 def _attend_kernel(
-    q, k, v, keys, values, out, part, part_top, part_total, rows, lengths, begin, batch, slots, tokens, blocks, window,
-    row_stride, head_stride, slot_stride, H: tl.constexpr, K: tl.constexpr, DH: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HOPPER: tl.constexpr,
+    q, q_block, k, v, keys, values, out, part, part_top, part_total, rows, lengths, begin, batch, slots, tokens,
+    blocks, window, H: tl.constexpr, K: tl.constexpr, DH: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HOPPER: tl.constexpr,
 ):  # fmt: skip
     ready(HOPPER)
     G: tl.constexpr = H // K
@@ -90,17 +97,22 @@ def _attend_kernel(
     kv, which = pid // all_blocks % K, pid // all_blocks // K
     start = tl.load(begin + row)
     count = tl.load(begin + row + 1) - start
+    length, line = tl.load(lengths + row), tl.load(rows + row)
     first = block * (BLOCK_M // G)
     if first >= count:
         return
-    length = tl.load(lengths + row)
-    m, n, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, DH)
+    m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     token = first + m // G
     live = token < count
-    line = (start + token).to(tl.int64) * H + kv * G + m % G  # of q [N H, Dh]
-    queries = tl.load(q + line[:, None] * DH + d[None, :], mask=live[:, None], other=0.0)
+    place = (start + token).to(tl.int64) * H + kv * G + m % G  # of q [N H, Dh]
+    d = tl.arange(0, DH)
+    if BLOCK_M >= 64:  # they stay in registers, and shared memory is for keys and values alone
+        queries = tl.reshape(q_block.load([start + first, kv * G, 0]), (BLOCK_M, DH))
+    else:
+        queries = tl.load(q + place[:, None] * DH + d[None, :], mask=live[:, None], other=0.0)
 
     held = tl.minimum(length, slots)
+    newest = (length - 1) % slots  # the slot that was written last
     old = tl.cdiv(held, BLOCK_N)  # tiles of cached tokens
     skipped = 0  # tiles of new tokens that no query of this block sees any more
     end = count
@@ -118,64 +130,69 @@ def _attend_kernel(
     acc = tl.zeros((BLOCK_M, DH), tl.float32)
     top = tl.full((BLOCK_M,), NOTHING, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
-    base = tl.load(rows + row).to(tl.int64) * row_stride + kv.to(tl.int64) * head_stride
+    # The last tile of either kind ends with the last token and overlaps the one before: what was never written is never
+    # read (0 x NaN would be NaN). In front of the first slot the descriptor gives zeros.
     for tile in range(low, tl.minimum(high, old)):
-        slot = tile * BLOCK_N + n
-        at = base + slot.to(tl.int64)[:, None] * slot_stride + d[None, :]
-        inside = slot < held
-        kt = tl.load(keys + at, mask=inside[:, None], other=0.0)
-        vt = tl.load(values + at, mask=inside[:, None], other=0.0)
-        seen = inside[None, :]
+        at = tl.minimum(tile * BLOCK_N, held - BLOCK_N)
+        kt = tl.reshape(keys.load([line, kv, at, 0]), (BLOCK_N, DH))
+        vt = tl.reshape(values.load([line, kv, at, 0]), (BLOCK_N, DH))
+        slot = at + n
+        seen = slot >= tile * BLOCK_N
         if WINDOW:
-            ago = length - 1 - slot  # of the slot's token, counted back from the last cached one
-            ago = tl.where(ago < 0, ago + slots, ago % slots)
-            if CAUSAL:
-                seen = seen & (ago[None, :] + 1 + token[:, None] < window)
-            else:
-                seen = seen & (ago < window)[None, :]
-        acc, top, total = _tile(queries, kt, vt, seen, acc, top, total)
-    for tile in range(tl.maximum(low, old), high):
-        other = (tile - old + skipped) * BLOCK_N + n
-        at = ((start + other).to(tl.int64) * K + kv)[:, None] * DH + d[None, :]
-        inside = other < count
-        kt = tl.load(k + at, mask=inside[:, None], other=0.0)
-        vt = tl.load(v + at, mask=inside[:, None], other=0.0)
-        seen = inside[None, :]
+            ago = newest - slot  # of the slot's token, counted back from the last cached one
+            ago = tl.where(ago < 0, ago + slots, ago)
+            if not CAUSAL:
+                seen = seen & (ago < window)
         if CAUSAL:
-            seen = seen & (other[None, :] <= token[:, None])
+            seen = seen[None, :]
+            if WINDOW:
+                seen = seen & (ago[None, :] + 1 + token[:, None] < window)
+        acc, top, total = _tile(queries, kt, vt, seen, acc, top, total, CAUSAL)
+    for tile in range(tl.maximum(low, old), high):
+        want = (tile - old + skipped) * BLOCK_N
+        at = tl.minimum(want, count - BLOCK_N)
+        kt = k.load([start + at, kv * DH])
+        vt = v.load([start + at, kv * DH])
+        other = at + n
+        seen = other >= want
+        if CAUSAL:
+            seen = seen[None, :] & (other[None, :] <= token[:, None])
             if WINDOW:
                 seen = seen & (token[:, None] - other[None, :] < window)
-        acc, top, total = _tile(queries, kt, vt, seen, acc, top, total)
+        acc, top, total = _tile(queries, kt, vt, seen, acc, top, total, CAUSAL)
 
-    if PARTS == 1:
-        mean = acc / total[:, None]
-        tl.store(out + line[:, None] * DH + d[None, :], mean.to(out.dtype.element_ty), mask=live[:, None])
-    else:
-        line += which.to(tl.int64) * tokens * H
-        tl.store(part_top + line, top, mask=live)
-        tl.store(part_total + line, total, mask=live)
-        if low < high:
-            tl.store(part + line[:, None] * DH + d[None, :], acc, mask=live[:, None])
+    into = out
+    if PARTS > 1:
+        into = part
+        place += which.to(tl.int64) * tokens * H
+        tl.store(part_top + place, top, mask=live)
+        tl.store(part_total + place, total, mask=live)
+    mean = acc * (1.0 / tl.maximum(total, 1e-30))[:, None]  # a part without keys gives zeros
+    tl.store(into + place[:, None] * DH + d[None, :], mean.to(into.dtype.element_ty), mask=live[:, None])
 
 
-@triton.jit(do_not_specialize=["rows", "lines"])
-def _join_kernel(
-    part, part_top, part_total, out, begin, rows, lines, H: tl.constexpr, DH: tl.constexpr, BLOCK: tl.constexpr,
-    PARTS: tl.constexpr, HOPPER: tl.constexpr,
-):  # fmt: skip
-    """The parts of one head of one token (a line), some of its numbers -> out [N, H, Dh]"""
+@triton.jit(do_not_specialize=["lines"])
+def _join_kernel(part, part_top, part_total, out, lines, DH: tl.constexpr, BLOCK: tl.constexpr, LINES: tl.constexpr,
+                 PARTS: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
+    """The parts of some lines (heads of tokens), some of their numbers -> out [N, H, Dh]"""
     ready(HOPPER)
-    line = (tl.program_id(0) // (DH // BLOCK)).to(tl.int64)
-    if line >= tl.load(begin + rows).to(tl.int64) * H:
-        return
-    at = tl.arange(0, PARTS).to(tl.int64) * lines + line
-    top, total = tl.load(part_top + at), tl.load(part_total + at)
-    weight = tl.exp2(top - tl.max(top))
+    line = (tl.program_id(0) // (DH // BLOCK)).to(tl.int64) * LINES + tl.arange(0, LINES)
+    live = line < lines
     d = tl.program_id(0) % (DH // BLOCK) * BLOCK + tl.arange(0, BLOCK)
-    # A part without keys was never written.
-    acc = tl.load(part + at[:, None] * DH + d[None, :], mask=(total > 0)[:, None], other=0.0)
-    mean = tl.sum(acc * weight[:, None], axis=0) / tl.sum(total * weight)
-    tl.store(out + line * DH + d, mean.to(out.dtype.element_ty))
+    # Part after part: as one block [P, lines, numbers] its sum goes through shared memory, and took 50 microseconds.
+    best = tl.full((LINES,), NOTHING, tl.float32)
+    for p in tl.static_range(PARTS):
+        best = tl.maximum(best, tl.load(part_top + p * lines + line, mask=live, other=NOTHING))
+    total = tl.zeros((LINES,), tl.float32)
+    acc = tl.zeros((LINES, BLOCK), tl.float32)
+    for p in tl.static_range(PARTS):
+        at = p * lines + line
+        weight = tl.load(part_total + at, mask=live, other=1.0)
+        weight *= tl.exp2(tl.load(part_top + at, mask=live, other=NOTHING) - best)
+        mean = tl.load(part + at[:, None] * DH + d[None, :], mask=live[:, None], other=0.0)
+        acc += mean.to(tl.float32) * weight[:, None]
+        total += weight
+    tl.store(out + line[:, None] * DH + d[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=live[:, None])
 
 
 @triton.jit(do_not_specialize=["slots", "batch"])
@@ -206,37 +223,64 @@ def attend(
     new: New,
     causal: bool,
     window: int | None = None,
-    blocks: Blocks | None = None,
+    blocks: Blocks | WideBlocks | None = None,
 ) -> Tensor:
     """As `attention_cached.attend`: q [N, H, Dh], k and v [N, K, Dh] -> [N, H, Dh]; tokens behind the last row's end
     are left as they are found."""
     check(q, k, v, prefix, new)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     tokens, heads, head_dim = q.shape
-    kv_heads, slots = prefix.keys.shape[1:3]
-    rows = prefix.row.shape[0]
-    group = heads // kv_heads
-    b = blocks or blocks_for(head_dim, new.most == 1, q.element_size())
-    each = triton.cdiv(new.most * group, b.queries)  # blocks of queries a row
+    b = blocks
+    if b is None and head_dim > 256 and new.most > 1 and window is None:
+        b = wide_blocks(head_dim, q.element_size())
+    b = b or blocks_for(head_dim, new.most == 1, q.element_size())
     out = torch.empty_like(q)
     part = top = total = out  # not touched where there is one part only
     if b.parts > 1:
-        part = torch.empty(b.parts, tokens, heads, head_dim, dtype=torch.float32, device=q.device)
+        part = torch.empty(b.parts, tokens, heads, head_dim, dtype=q.dtype, device=q.device)
         top, total = torch.empty(2, b.parts, tokens, heads, dtype=torch.float32, device=q.device)
-    run(
-        _attend_kernel, rows * each * kv_heads * b.parts, q, k, v, prefix.keys, prefix.values, out, part, top, total,
-        prefix.row, prefix.length, new.begin,
-        rows, slots, tokens, each, window or 0, *prefix.keys.stride()[:3], H=heads, K=kv_heads, DH=head_dim,
-        CAUSAL=causal, WINDOW=window is not None, PARTS=b.parts, BLOCK_M=b.queries, BLOCK_N=b.keys,
-        num_warps=b.warps, num_stages=b.stages,
-    )  # fmt: skip
+    if isinstance(b, WideBlocks):
+        assert window is None, "wide heads see everything"
+        attend_wide(q, k, v, prefix, new, causal, b, (out, part, top, total))
+    else:
+        _attend(q, k, v, prefix, new, causal, window, b, (out, part, top, total))
     if b.parts > 1:
-        block = min(head_dim, 8192 // b.parts)
+        # 4,096 numbers a program: enough loads in flight, and enough programs
+        block = min(head_dim, max(16, 4096 // b.parts))
+        lines = max(1, 4096 // (b.parts * block))
         run(
-            _join_kernel, tokens * heads * (head_dim // block), part, top, total, out, new.begin, rows, tokens * heads,
-            H=heads, DH=head_dim, BLOCK=block, PARTS=b.parts, num_warps=max(1, b.parts * block // 1024),
+            _join_kernel, triton.cdiv(tokens * heads, lines) * (head_dim // block), part, top, total, out,
+            tokens * heads, DH=head_dim, BLOCK=block, LINES=lines, PARTS=b.parts, num_warps=4,
         )  # fmt: skip
     return out
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    prefix: Prefix,
+    new: New,
+    causal: bool,
+    window: int | None,
+    b: Blocks,
+    into: tuple[Tensor, ...],
+) -> None:
+    tokens, heads, head_dim = q.shape
+    kv_heads, slots = prefix.keys.shape[1:3]
+    rows, group = prefix.row.shape[0], heads // kv_heads
+    each = triton.cdiv(new.most * group, b.queries)  # blocks of queries a row
+    block = TensorDescriptor.from_tensor(q, [b.queries // group, group, head_dim])
+    fresh = (TensorDescriptor.from_tensor(t.view(tokens, -1), [b.keys, head_dim]) for t in (k, v))
+    cached = (TensorDescriptor.from_tensor(t, [1, 1, b.keys, head_dim]) for t in (prefix.keys, prefix.values))
+    run(
+        _attend_kernel, rows * each * kv_heads * b.parts, q, block, *fresh, *cached, *into,
+        prefix.row, prefix.length, new.begin, rows, slots, tokens, each, window or 0,
+        H=heads, K=kv_heads, DH=head_dim, CAUSAL=causal,
+        # A canvas sees all that a ring holds, if that is no more than the window.
+        WINDOW=window is not None and (causal or slots > window),
+        PARTS=b.parts, BLOCK_M=b.queries, BLOCK_N=b.keys, num_warps=b.warps, num_stages=b.stages,
+    )  # fmt: skip
 
 
 def store(k: Tensor, v: Tensor, prefix: Prefix, new: New) -> None:

@@ -7,8 +7,10 @@ next be launched early; `ready`, the first line of its kernel, waits until all t
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
@@ -25,3 +27,9 @@ def ready(HOPPER: tl.constexpr):
 def run(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
     """Launch a kernel that calls `ready(HOPPER)` first."""
     launch(kernel, programs, *args, HOPPER=not interpreted(), **options, **early())
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs of a kernel that goes through its work by itself are launched."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3

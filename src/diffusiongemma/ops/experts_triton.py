@@ -2,8 +2,7 @@
 """The mixture of experts on a GPU: route, gate/up with GeGLU, down with the router's weights, sum over a token's pairs.
 
 The signatures are those of the references (`ops/experts.py`, `ops/quantized.py`), but 4-bit weights come as
-`ops/int4.py` packs them. What differs in numbers: sums stay float32 until a result is stored, and between the two
-products fp8 has a scale for every 64 numbers instead of one a token, because then the first can quantise what it makes.
+`ops/int4.py` packs them, and are multiplied with activations in fp8. Sums stay float32 until a result is stored.
 No float is added in an order that chance decides: every pair is stored, and a token's k pairs are summed in order.
 
 Legend: N tokens, k experts a token, P = N k pairs, E experts, D hidden, I width of an expert.
@@ -16,20 +15,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from diffusiongemma.ops import product_triton
+from diffusiongemma.ops import few_triton, product_triton
 from diffusiongemma.ops.fused import Rows
 from diffusiongemma.ops.kernels import early, interpreted, launch
-from diffusiongemma.ops.linear_triton import quantize_rows
 from diffusiongemma.ops.product_triton import product
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.routing import Routing
 from diffusiongemma.ops.routing_triton import route
-from diffusiongemma.ops.tiles import block_rows
+from diffusiongemma.ops.rows_triton import rows_for
+from diffusiongemma.ops.tiles import block_rows, format_of
 
 
 def supported(device: torch.device, up: Tensor, down: Tensor) -> str | None:
     """Why the experts with these weights, of [E, 2 I, D] and [E, D, I], cannot run here, or None."""
-    hidden, width = down.shape[1], up.shape[1] // 2
+    hidden, width = product_triton.outputs_of(down, False), product_triton.outputs_of(up, True)
     return product_triton.supported(device, up, hidden, gated=True) or product_triton.supported(device, down, width)
 
 
@@ -60,8 +59,8 @@ def combine(pairs: Tensor, k: int) -> Tensor:
 
 
 def gate_up(x: Rows, routing: Routing, w: Tensor, scale: Tensor | None) -> Rows:
-    """x [N, D], w of [E, 2 I, D] -> hidden [P, I] by expert; with fp8 weights in fp8, and its scales [P, I / 64]"""
-    return product(x, w, scale, gated=True, quantise=w.dtype == FP8, routing=routing)
+    """x [N, D], w of [E, 2 I, D] -> hidden [P, I] by expert; in fp8 where x is"""
+    return product(x, w, scale, gated=True, quantise=x.values.dtype == FP8, routing=routing)
 
 
 def down(hidden: Rows, routing: Routing, share: Tensor, w: Tensor, scale: Tensor | None) -> Tensor:
@@ -70,19 +69,20 @@ def down(hidden: Rows, routing: Routing, share: Tensor, w: Tensor, scale: Tensor
 
 
 def experts_rows(x: Rows, index: Tensor, weight: Tensor, up_q: Tensor, up_scale: Tensor | None, down_q: Tensor,
-                 down_scale: Tensor | None) -> Tensor:  # fmt: skip
-    """x [N, D], quantised where the weights are fp8; index and weight [N, k] -> [N, D]"""
+                 down_scale: Tensor | None, few: bool = False) -> Tensor:  # fmt: skip
+    """x [N, D], index and weight [N, k] -> [N, D]; `few`: a few tokens take another way, with other bits"""
+    if few and len(index) <= few_triton.FEW:
+        return few_triton.experts_few(x, index, weight, up_q, up_scale, down_q, down_scale)
     experts = up_q.shape[0]
-    routing = route(index, experts, block_rows(index.numel(), experts))
-    hidden = gate_up(x, routing, up_q, up_scale)
+    routing = route(index, experts, block_rows(index.numel(), experts, format_of(up_q)))
+    hidden = gate_up(rows_for(x, up_q), routing, up_q, up_scale)
     return combine(down(hidden, routing, weight.float(), down_q, down_scale), index.shape[1])
 
 
 def experts_quantised(x: Tensor, index: Tensor, weight: Tensor, up_q: Tensor, up_scale: Tensor | None, down_q: Tensor,
                       down_scale: Tensor | None) -> Tensor:  # fmt: skip
     """As `ops.quantized.EXPERTS`: x [N, D] as it is."""
-    rows = quantize_rows(x) if up_q.dtype == FP8 else Rows(x.contiguous())
-    return experts_rows(rows, index, weight, up_q, up_scale, down_q, down_scale)
+    return experts_rows(Rows(x.contiguous()), index, weight, up_q, up_scale, down_q, down_scale)
 
 
 def experts(x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

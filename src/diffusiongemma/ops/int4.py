@@ -1,9 +1,9 @@
-"""How 4-bit weights lie in memory when kernels read them: words of 16 bits, and scales with the outputs side by side.
+"""How 4-bit weights lie in memory when kernels read them: bytes of two weights, in tiles, each tile in one piece.
 
-K is cut into blocks of 64. Word i of a block (i = 0 … 15) holds the weights i, 16 + i, 32 + i and 48 + i of the block,
-the first in the lowest bits, each as its value plus 8. So the same nibble of neighbouring words is a run of
-neighbouring weights: a kernel gets a tile of weights by a shift and a mask, nothing has to be interleaved. A group of
-32 or 64 weights shares a scale.
+A byte holds two weights of the same column, each plus 8. They are of rows 64 apart or, where gated, of a gate and its
+up: what a program makes side by side from the same inputs. A tile is 64 such rows of one group (32 or 64 columns, which
+share a scale), and the tiles of a row of tiles follow each other. The scales of a byte's two weights are the two
+bfloat16 halves of an int32. All takes the same memory as the stored form (`ops/quant.py`), so it is made in place.
 
 Legend: O outputs, K inputs, g group; leading dimensions (experts) are free.
 """
@@ -14,60 +14,96 @@ import torch
 from torch import Tensor
 
 from diffusiongemma.errors import InputError
-from diffusiongemma.ops.quant import unpack_int4
+from diffusiongemma.ops.quant import pack_int4, unpack_int4
 
-BLOCK = 64  # weights of a block
-QUARTERS = 4  # weights of a word
 GROUPS = (32, 64)
-MAX_SCALE = 8.0  # the kernel adds 125 to a scale's exponent
+PAIRS = 64  # of a tile: its rows of bytes
+AT_ONCE = 1 << 25  # weights that are packed at once: bounds the memory beside them
 
 
-def pack(q: Tensor) -> Tensor:
-    """int8 [..., K] of -8 … 7 -> words int16 [..., K/4]"""
-    if q.shape[-1] % BLOCK:
-        raise InputError(f"4-bit kernels need rows of a multiple of {BLOCK} weights, got {q.shape[-1]}")
-    quarters = (q.unflatten(-1, (-1, QUARTERS, BLOCK // QUARTERS)) + 8).to(torch.int16).unbind(-2)
-    words: Tensor = quarters[0] | quarters[1] << 4 | quarters[2] << 8 | quarters[3] << 12
-    return words.flatten(-2)
+def unfit(rows: int, columns: int, group: int) -> str | None:
+    """Why kernels cannot read 4-bit weights of this shape, or None."""
+    if group not in GROUPS or columns % group:
+        return f"4-bit kernels take rows of groups of 32 or 64 weights, not {columns} in groups of {group}"
+    if rows % (2 * PAIRS):
+        return f"4-bit kernels need a multiple of {2 * PAIRS} rows, got {rows}"
+    return None
 
 
-def unpack(words: Tensor) -> Tensor:
-    """words int16 [..., K/4] -> int8 [..., K] of -8 … 7"""
-    blocks = words.unflatten(-1, (-1, BLOCK // QUARTERS))
-    quarters = [(blocks >> shift & 15).to(torch.int8) - 8 for shift in (0, 4, 8, 12)]
-    return torch.stack(quarters, dim=-2).flatten(-3)
+def pack_pairs(q: Tensor, scale: Tensor, gated: bool) -> tuple[Tensor, Tensor]:
+    """q int8 [..., O, K] of -8 … 7, scale [..., O, K/g] -> bytes [..., O/128, K/g, 64, g], scales [..., O/128, K/g, 64]
+
+    gated: the first half of the rows are gates, the second their ups.
+    """
+    groups = scale.shape[-1]
+    group = q.shape[-1] // groups
+    if reason := unfit(q.shape[-2], q.shape[-1], group):
+        raise InputError(reason)
+    if not bool(scale.isfinite().all()):
+        raise InputError("a scale of 4-bit weights is not a number: the weights are damaged")
+    low, high = _paired((q + 8).to(torch.uint8), gated)
+    tiles = (low | high << 4).unflatten(-1, (groups, group)).transpose(-2, -3).contiguous()
+    bits = [part.contiguous().view(torch.int16).to(torch.int32) for part in _paired(scale.to(torch.bfloat16), gated)]
+    both = (bits[0] & 0xFFFF) | bits[1] << 16
+    return tiles, both.transpose(-1, -2).contiguous()
 
 
-def to_runtime(q: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """q int8 [..., O, K] of -8 … 7, scale [..., O, K/g] -> words [..., O, K/4], scale bfloat16 [..., K/g, O]"""
-    if q.shape[-1] // scale.shape[-1] not in GROUPS:
-        raise InputError(f"4-bit kernels take groups of 32 or 64 weights, not {q.shape[-1] / scale.shape[-1]:g}")
-    if not bool((scale.abs() < MAX_SCALE).all()):
-        raise InputError(f"a scale of 4-bit weights is not below {MAX_SCALE:g}: the weights are damaged")
-    return pack(q), scale.to(torch.bfloat16).transpose(-1, -2).contiguous()
+def _paired(rows: Tensor, gated: bool) -> tuple[Tensor, Tensor]:
+    """[..., O, W] -> the first and the second row of every pair, [..., O/128, 64, W] each"""
+    halves = rows.unflatten(-2, (2, -1, PAIRS) if gated else (-1, 2, PAIRS))
+    first, second = halves.unbind(-4 if gated else -3)
+    return first, second
 
 
-def from_stored(q: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """int32 words of `ops.quant` [..., O, K/8], scale [..., O, K/g] -> as `to_runtime`; the words stay where they are,
-    so that no second copy of a large weight is ever there: q itself is overwritten"""
-    words = q.view(torch.int16)
-    turned = scale.new_empty((*scale.shape[:-2], scale.shape[-1], scale.shape[-2]), dtype=torch.bfloat16)
-    _pack_into(q, scale, words, turned)
-    return words, turned
+def _joined(first: Tensor, second: Tensor, gated: bool) -> Tensor:
+    """The reverse of `_paired`"""
+    return torch.stack((first, second), -4 if gated else -3).flatten(-4, -2)
 
 
-def _pack_into(q: Tensor, scale: Tensor, words: Tensor, turned: Tensor) -> None:
-    if q.dim() > 2:
-        for parts in zip(q, scale, words, turned, strict=True):
-            _pack_into(*parts)
-        return
-    new, new_scale = to_runtime(unpack_int4(q), scale)
-    words.copy_(new)
-    turned.copy_(new_scale)
+def unpack_pairs(tiles: Tensor, scale: Tensor, gated: bool) -> tuple[Tensor, Tensor]:
+    """The reverse of `pack_pairs`"""
+    rows = tiles.transpose(-2, -3).flatten(-2)
+    q = _joined(rows & 15, rows >> 4, gated).to(torch.int8) - 8
+    turned = scale.transpose(-1, -2)
+    bits = [(turned << 16 >> 16).to(torch.int16), (turned >> 16).to(torch.int16)]
+    halves = [part.contiguous().view(torch.bfloat16) for part in bits]
+    return q, _joined(halves[0], halves[1], gated)
 
 
-def dequantize(words: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """words [..., O, K/4], scale [..., K/g, O] -> weights [..., O, K]"""
-    q = unpack(words)
-    grouped: Tensor = q.unflatten(-1, (scale.shape[-2], -1)) * scale.transpose(-1, -2)[..., None].float()
+def from_stored(words: Tensor, scale: Tensor, gated: bool) -> tuple[Tensor, Tensor]:
+    """int32 words of `ops.quant` [..., O, K/8], scale [..., O, K/g] -> as `pack_pairs`, in the same memory: both are
+    overwritten, a few experts at a time, so that no second copy of a large weight is ever there"""
+    *lead, rows, columns = (*words.shape[:-1], words.shape[-1] * 8)
+    group = columns // scale.shape[-1]
+    assert words.is_contiguous()
+    assert scale.is_contiguous()
+    if reason := unfit(rows, columns, group):
+        raise InputError(reason)
+    tiles = words.view(torch.uint8).view(*lead, rows // (2 * PAIRS), columns // group, PAIRS, group)
+    both = scale.view(-1).view(torch.int32).view(tiles.shape[:-1])
+    at_once = max(1, AT_ONCE // (rows * columns))
+    parts = zip(*(_lead(t, 2).split(at_once) for t in (words, scale)), strict=True)
+    places = zip(_lead(tiles, 4).split(at_once), _lead(both, 3).split(at_once), strict=True)
+    for (q, s), (tile_place, scale_place) in zip(parts, places, strict=True):
+        new, new_scale = pack_pairs(unpack_int4(q), s, gated)
+        tile_place.copy_(new)
+        scale_place.copy_(new_scale)
+    return tiles, both
+
+
+def _lead(tensor: Tensor, kept: int) -> Tensor:
+    """All dimensions but the last ones made one."""
+    return tensor.view(-1, *tensor.shape[tensor.dim() - kept :])
+
+
+def to_stored(tiles: Tensor, scale: Tensor, gated: bool) -> tuple[Tensor, Tensor]:
+    """The reverse of `from_stored`, as a copy"""
+    q, s = unpack_pairs(tiles, scale, gated)
+    return pack_int4(q), s
+
+
+def dequantize_pairs(tiles: Tensor, scale: Tensor, gated: bool, dtype: torch.dtype = torch.float32) -> Tensor:
+    """tiles and scales of `pack_pairs` -> weights [..., O, K]"""
+    q, s = unpack_pairs(tiles, scale, gated)
+    grouped: Tensor = q.unflatten(-1, (s.shape[-1], -1)) * s[..., None].float()
     return grouped.flatten(-2).to(dtype)

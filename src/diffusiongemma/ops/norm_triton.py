@@ -51,7 +51,7 @@ def _put(out, scale, y, row, d, width, LIMIT: tl.constexpr):
         tl.store(scale + row, s)
         y = tl.minimum(tl.maximum(y / s, -LIMIT), LIMIT)
         if out.dtype.element_ty == tl.int8:
-            y = tl.floor(y + 0.5)
+            y = (y + 12582912.0) - 12582912.0  # to the nearest, halves to the even one, as the definition does
     tl.store(out + row * width + d, y.to(out.dtype.element_ty), mask=d < width)
 
 

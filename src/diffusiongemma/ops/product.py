@@ -1,7 +1,8 @@
 """Products of activations with a weight in any format, dense or by expert: the definition, in plain torch.
 
 `product_triton` holds the twin. Weights are what their dtype says: bfloat16 (or float32) as they are, float8 and int8
-with a scale a row [..., O, 1], int16 words of 4-bit weights with scales [..., K/g, O] (`ops/int4.py`).
+with a scale a row [..., O, 1], int32 words of 4-bit weights as stored (`ops/quant.py`), bytes as pairs of them
+(`ops/int4.py`).
 
 Legend: K inputs, O outputs, E experts, k experts a token, P pairs of token and expert.
 """
@@ -15,10 +16,8 @@ from torch import Tensor
 from diffusiongemma.ops import int4, quant
 from diffusiongemma.ops.experts import geglu
 from diffusiongemma.ops.fused import Rows
-from diffusiongemma.ops.quant import FP8, FP8_MAX
+from diffusiongemma.ops.quant import FP8, quantize_tokens
 from diffusiongemma.ops.routing import Routing
-
-XBLOCK = 64  # numbers of a row that share a scale where GeGLU's result is quantised
 
 
 def product(
@@ -33,23 +32,23 @@ def product(
 ) -> Rows:
     """x [rows, K], w of [O, K], or of [E, O, K] with a routing -> [rows, O] in x's dtype, or bfloat16 where x is fp8
 
-    gated: w has 2 O rows, gate first, and the result is GeGLU of the product. quantise: the result is fp8 with scales
-    [rows, O / 64]. With a routing, x are the tokens and the result the pairs by expert; with `share` [P] too, x are the
+    gated: w has 2 O rows, gate first, and the result is GeGLU of the product. quantise: the result is fp8 with one
+    scale a row. With a routing, x are the tokens and the result the pairs by expert; with `share` [P] too, x are the
     pairs by expert and the result the pairs in their own order, each times its share.
     """
     wide = x.wide().float()
     if routing is None:
-        out = F.linear(wide, weights(w, w_scale))
+        out = F.linear(wide, weights(w, w_scale, gated))
         return _finish(out, x, gated, quantise)
     order = routing.order.long()
     if share is None:
         wide = wide[order // routing.top_k]
-    out = wide.new_empty(len(order), w.shape[-2])
+    out = wide.new_empty(len(order), weights(w[0], None if w_scale is None else w_scale[0], gated).shape[0])
     for expert, first, end in routing.table.t().tolist():
         if expert >= 0:
             block = slice(first, min(end, first + routing.block))
             scale = None if w_scale is None else w_scale[expert]
-            out[block] = F.linear(wide[block], weights(w[expert], scale))
+            out[block] = F.linear(wide[block], weights(w[expert], scale, gated))
     if share is not None:
         back = torch.empty_like(out)
         back[order] = out * share.float()[order, None]
@@ -58,22 +57,14 @@ def product(
 
 
 def _finish(out: Tensor, x: Rows, gated: bool, quantise: bool) -> Rows:
-    out = geglu(out) if gated else out
-    return (
-        quantize_blocks(out) if quantise else Rows(out.to(torch.bfloat16 if x.values.dtype == FP8 else x.values.dtype))
-    )
+    out = (geglu(out) if gated else out).to(torch.bfloat16 if x.values.dtype == FP8 else x.values.dtype)
+    return Rows(*quantize_tokens(out)) if quantise else Rows(out)
 
 
-def weights(w: Tensor, scale: Tensor | None) -> Tensor:
+def weights(w: Tensor, scale: Tensor | None, gated: bool = False) -> Tensor:
     """A stored weight -> float32 [..., O, K]"""
     if scale is None:
         return w.float()
-    return int4.dequantize(w, scale) if w.dtype == torch.int16 else quant.dequantize(w, scale)
-
-
-def quantize_blocks(x: Tensor) -> Rows:
-    """x [N, K] -> fp8 with scales [N, K / 64]"""
-    blocks = x.float().unflatten(1, (-1, XBLOCK))
-    scale = blocks.abs().amax(dim=2) / FP8_MAX
-    scale = torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)
-    return Rows((blocks / scale[..., None]).clamp(-FP8_MAX, FP8_MAX).to(FP8).flatten(1), scale)
+    if w.dtype == torch.uint8:
+        return int4.dequantize_pairs(w, scale, gated)
+    return quant.dequantize(w, scale)

@@ -67,7 +67,7 @@ class Format:
 
 
 def parse_format(kind: str, group: int | None = None) -> Format:
-    """What a user asks for by name. `group` is for int4 only (default 32)."""
+    """What a user asks for by name. `group` is for int4 only (default 64)."""
     if kind not in KINDS:
         raise ConfigError(f"no number format {kind!r}; there are: {', '.join(KINDS)}")
     if kind != "int4":
@@ -76,7 +76,7 @@ def parse_format(kind: str, group: int | None = None) -> Format:
         return Format(kind)
     if group is not None and group not in GROUPS:
         raise ConfigError(f"groups of {group} are not supported: use {' or '.join(map(str, GROUPS))}")
-    return Format(kind, GROUPS[0] if group is None else group)
+    return Format(kind, GROUPS[-1] if group is None else group)
 
 
 # ---- there and back ----------------------------------------------------------------------------------------------

@@ -20,22 +20,25 @@ from torch import Tensor, nn
 from diffusiongemma.ops import int4
 from diffusiongemma.ops.experts import geglu
 from diffusiongemma.ops.linear import linear
-from diffusiongemma.ops.quant import BLOCK, FP8, Format, Kind, dequantize, pack_int4, quantize_tokens, unpack_int4
+from diffusiongemma.ops.quant import BLOCK, FP8, Format, Kind, dequantize, quantize_tokens
 
 LinearRun = Callable[[Tensor, Tensor, Tensor], Tensor]
 ExpertsRun = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class QuantWeight(nn.Module):
-    """q and scale of one weight [..., O, I], as they are stored; or, after `to_runtime`, as 4-bit kernels read them."""
+    """q and scale of one weight [..., O, I], as they are stored; or, after `to_runtime`, as 4-bit kernels read them.
+
+    `gated`: the first half of the rows are gates, the second what they gate.
+    """
 
     q: Tensor
     scale: Tensor
     runtime = False
 
-    def __init__(self, shape: tuple[int, ...], fmt: Format) -> None:
+    def __init__(self, shape: tuple[int, ...], fmt: Format, gated: bool = False) -> None:
         super().__init__()
-        self.shape, self.format = shape, fmt
+        self.shape, self.format, self.gated = shape, fmt, gated
         self.register_buffer("q", torch.empty(fmt.q_shape(shape), dtype=fmt.dtype))
         self.register_buffer("scale", torch.empty(fmt.scale_shape(shape), dtype=fmt.scale_dtype))
 
@@ -44,32 +47,20 @@ class QuantWeight(nn.Module):
 
     def unfit(self) -> str | None:
         """Why kernels cannot read this weight, or None."""
-        if self.format.kind != "int4":
-            return None
-        if self.shape[-1] % int4.BLOCK or self.format.group not in int4.GROUPS:
-            return f"rows of {self.shape[-1]} in {self.format}"
-        return None if bool((self.scale.abs() < int4.MAX_SCALE).all()) else f"a scale of {int4.MAX_SCALE:g} or more"
+        rows, columns = self.shape[-2:]
+        return int4.unfit(rows, columns, self.format.group) if self.format.kind == "int4" else None
 
     def to_runtime(self) -> None:
         """Lay 4-bit numbers out anew, in their own memory; other formats lie as kernels want them already."""
         if self.format.kind != "int4" or self.runtime:
             return
-        assert self.unfit() is None, f"no kernel reads {self.unfit()}"
-        experts = self.q.view(-1, *self.q.shape[-2:])  # [E, O, I/8]
-        scales = self.scale.view(-1, *self.scale.shape[-2:])
-        for words, scale in zip(experts, scales, strict=True):
-            new, turned = int4.to_runtime(unpack_int4(words), scale)
-            words.view(torch.int16).copy_(new)
-            scale.view(-1).copy_(turned.view(-1))
-        self.q = self.q.view(torch.int16)
-        self.scale = self.scale.view(*self.scale.shape[:-2], self.scale.shape[-1], self.scale.shape[-2])
+        self.q, self.scale = int4.from_stored(self.q, self.scale, self.gated)
         self.runtime = True
 
-    def stored(self, rows: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> tuple[Tensor, Tensor]:
-        """q and scale in the stored layout; `rows` picks some of [..., O, x]."""
-        if not self.runtime:
-            return rows(self.q), rows(self.scale)
-        return pack_int4(int4.unpack(rows(self.q))), rows(self.scale.transpose(-1, -2)).contiguous()
+    def stored(self, expert: int | None = None) -> tuple[Tensor, Tensor]:
+        """q and scale in the stored layout, of one expert or of all that there is."""
+        q, scale = (self.q, self.scale) if expert is None else (self.q[expert], self.scale[expert])
+        return int4.to_stored(q, scale, self.gated) if self.runtime else (q, scale)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantWeight:
         """Moves like any module, but `model.to(bfloat16)` must not touch what the format fixes."""
@@ -85,14 +76,17 @@ class QuantLinear(nn.Module):
 
     run: LinearRun
 
-    def __init__(self, in_features: int, out_features: int, fmt: Format) -> None:
+    def __init__(self, in_features: int, out_features: int, fmt: Format, gated: bool = False) -> None:
         super().__init__()
-        self.weight = QuantWeight((out_features, in_features), fmt)
+        self.weight = QuantWeight((out_features, in_features), fmt, gated)
         self.run = LINEAR[fmt.kind]
 
     def forward(self, x: Tensor) -> Tensor:
         """x [N, in] -> [N, out]"""
-        return self.run(x, self.weight.q, self.weight.scale)
+        out: Tensor = self.run(x, self.weight.q, self.weight.scale)
+        if self.weight.runtime and self.weight.gated:  # kernels make a tile of gates beside its ups
+            out = out.unflatten(1, (-1, 2, int4.PAIRS)).transpose(1, 2).flatten(1)
+        return out
 
 
 class QuantExperts(nn.Module):
@@ -102,7 +96,7 @@ class QuantExperts(nn.Module):
 
     def __init__(self, experts: int, hidden: int, width: int, fmt: Format) -> None:
         super().__init__()
-        self.gate_up_proj = QuantWeight((experts, 2 * width, hidden), fmt)
+        self.gate_up_proj = QuantWeight((experts, 2 * width, hidden), fmt, gated=True)
         self.down_proj = QuantWeight((experts, hidden, width), fmt)
         self.run = EXPERTS[fmt.kind]
 

@@ -2,12 +2,15 @@
 """The router: norm, product, softmax, the best experts and their weights, in two kernels. Twin of `fused.route`.
 
 The product is small (256 x 2,816 x 128) but its weights would keep 16 multiprocessors busy for long, so the first
-kernel splits the sum over 176 of them; the second adds the parts in order and picks.
+kernel splits the sum over 176 programs, each of which asks for all it reads at once; the second adds the parts in
+order and picks, a warp a row, so that no round of the picking waits for another warp.
 
 Legend: N tokens, D hidden, E experts, k experts a token, S parts of the sum.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,8 +20,16 @@ from torch import Tensor
 from diffusiongemma.ops.early_triton import ready, run
 from diffusiongemma.ops.kernels import unavailable
 
-PART = 256  # numbers of a row that one program sums
-ROWS = 16
+
+class Blocks(NamedTuple):
+    rows: int
+    part: int  # numbers of a row that one program sums
+    depth: int  # of a step
+    warps: int
+    pick_warps: int
+
+
+BLOCKS = Blocks(16, 256, 256, 4, 1)
 
 
 def supported(x: Tensor, proj: Tensor, top_k: int) -> str | None:
@@ -44,8 +55,8 @@ def _scores_kernel(x, proj, scale, part, square, rows, width, E: tl.constexpr, P
     live = row < rows
     acc = tl.zeros((ROWS, E), tl.float32)
     squares = tl.zeros((ROWS,), tl.float32)
-    for begin in range(which * PART, which * PART + PART, BLOCK):
-        d = begin + tl.arange(0, BLOCK)
+    for begin in tl.static_range(0, PART, BLOCK):
+        d = which * PART + begin + tl.arange(0, BLOCK)
         inside = d < width
         a = tl.load(x + row.to(tl.int64)[:, None] * width + d[None, :], mask=live[:, None] & inside[None, :], other=0.0)
         b = tl.load(proj + e[:, None] * width + d[None, :], mask=inside[None, :], other=0.0)
@@ -82,22 +93,30 @@ def _pick_kernel(part, square, per_expert, index, weight, rows, width, eps, part
 
 
 def route(
-    x: Tensor, proj: Tensor, scale: Tensor, per_expert_scale: Tensor, top_k: int, eps: float
+    x: Tensor,
+    proj: Tensor,
+    scale: Tensor,
+    per_expert_scale: Tensor,
+    top_k: int,
+    eps: float,
+    blocks: Blocks = BLOCKS,
 ) -> tuple[Tensor, Tensor]:
     """As `fused.route`."""
     x, proj = x.contiguous(), proj.contiguous()
     (rows, width), experts = x.shape, proj.shape[0]
-    parts = triton.cdiv(width, PART)
+    b = blocks
+    parts = triton.cdiv(width, b.part)
     part = torch.empty(parts, rows, experts, dtype=torch.float32, device=x.device)
     square = torch.empty(parts, rows, dtype=torch.float32, device=x.device)
     run(
-        _scores_kernel, triton.cdiv(rows, ROWS) * parts, x, proj, scale, part, square, rows, width,
-        E=experts, PART=PART, ROWS=ROWS, BLOCK=64, num_warps=4, num_stages=4,
+        _scores_kernel, triton.cdiv(rows, b.rows) * parts, x, proj, scale, part, square, rows, width,
+        E=experts, PART=b.part, ROWS=b.rows, BLOCK=b.depth, num_warps=b.warps,
     )  # fmt: skip
     index = torch.empty(rows, top_k, dtype=torch.int64, device=x.device)
     weight = torch.empty(rows, top_k, dtype=torch.float32, device=x.device)
     run(
         _pick_kernel, rows, part, square, per_expert_scale, index, weight, rows, width, eps, parts,
-        E=experts, TOP=top_k, SLOTS=triton.next_power_of_2(top_k), PARTS=triton.next_power_of_2(parts), num_warps=2,
+        E=experts, TOP=top_k, SLOTS=triton.next_power_of_2(top_k), PARTS=triton.next_power_of_2(parts),
+        num_warps=b.pick_warps,
     )  # fmt: skip
     return index, weight

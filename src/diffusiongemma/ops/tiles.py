@@ -1,4 +1,4 @@
-"""How large a tile of the product kernel is, for which shape: a rule, the results of tuning, and the tuning itself.
+"""How large a tile of the product kernel is, for which shape: the results of tuning, a rule for the rest, and tuning.
 
 Tuning changes speed only: the kernel's sums do not depend on the tile (`ops/product_triton.py`).
 """
@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
-import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -20,8 +18,8 @@ from diffusiongemma.errors import DeviceError
 
 log = logging.getLogger(__name__)
 
-Format = Literal["bf16", "fp8", "int8", "int4"]
-_WEIGHT_BITS: dict[Format, int] = {"bf16": 16, "fp8": 8, "int8": 8, "int4": 4}
+Format = Literal["bf16", "fp8", "int8", "pairs"]  # pairs: of 4-bit weights, a byte each (`ops/int4.py`)
+_WEIGHT_BITS: dict[Format, int] = {"bf16": 16, "fp8": 8, "int8": 8, "pairs": 4}
 
 
 @dataclass(frozen=True)
@@ -31,6 +29,8 @@ class Tile:
     warps: int
     stages: int  # loads in flight, one step along K each
     registers: int = 0  # that a thread may have; 0: as the compiler likes
+    half: bool = False  # an expert with few rows takes a tile of half as many
+    turns: int = 1  # groups of 4-bit weights that one turn of the loop takes, if they divide
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,26 @@ class Shape:
         return f"{self.format} {kind} {self.inputs} -> {self.outputs}, {self.rows} rows"
 
 
-TUNED: dict[str, Tile] = {}  # by Shape.key(); filled by `tune` or `load`
+def _measured() -> dict[str, Tile]:
+    """The experts of the 26B-A4B on an H200: `scripts/bench_kernels.py --tune`, microseconds beside them."""
+    up, down = "gated × 128 2816 -> 704", "plain × 128 704 -> 2816"
+    return {
+        f"bf16 {up}, 16 rows": Tile(16, 64, 4, 6),  # 20.4 (one token)
+        f"bf16 {up}, 32 rows": Tile(32, 64, 4, 5),  # 246.0 (256 tokens)
+        f"bf16 {down}, 16 rows": Tile(16, 64, 4, 6),  # 11.2
+        f"bf16 {down}, 32 rows": Tile(32, 128, 4, 5),  # 129.4
+        f"fp8 {up}, 16 rows": Tile(16, 64, 4, 6),  # 13.1
+        f"fp8 {up}, 32 rows": Tile(32, 64, 4, 5),  # 128.5
+        f"fp8 {down}, 16 rows": Tile(16, 64, 4, 6),  # 7.4
+        f"fp8 {down}, 32 rows": Tile(32, 64, 4, 6),  # 72.1
+        f"pairs {up}, 16 rows": Tile(16, 64, 4, 4, turns=2),  # 14.0
+        f"pairs {up}, 32 rows": Tile(32, 64, 4, 6, half=True),  # 79.1
+        f"pairs {down}, 16 rows": Tile(16, 128, 4, 6),  # 5.6
+        f"pairs {down}, 32 rows": Tile(32, 128, 4, 6, half=True),  # 46.7
+    }
+
+
+TUNED: dict[str, Tile] = _measured()  # by Shape.key(); `tune` and `load` add to it
 
 
 def format_of(weight: torch.Tensor) -> Format | None:
@@ -57,24 +76,21 @@ def format_of(weight: torch.Tensor) -> Format | None:
         torch.bfloat16: "bf16",
         torch.float8_e4m3fn: "fp8",
         torch.int8: "int8",
-        torch.int16: "int4",
+        torch.uint8: "pairs",
     }
     return formats.get(weight.dtype)
 
 
-def step_of(fmt: Format, inputs: int, blocked: bool) -> int:
+def step_of(fmt: Format, inputs: int) -> int:
     """Numbers along K that one turn of the loop takes: a function of format and K alone, because it orders the sums."""
-    if fmt == "int4":
-        return 64 * min(4, 1 << (max(1, inputs // 64) - 1).bit_length())
-    if fmt == "bf16" or blocked or inputs % 128:
-        return 64
-    return 128
+    return 64 if fmt in ("bf16", "pairs") or inputs % 128 else 128
 
 
-def block_rows(pairs: int, experts: int) -> int:
-    """Rows of an expert's block: enough that most experts need one, up to 128."""
+def block_rows(pairs: int, experts: int, fmt: Format | None = None) -> int:
+    """Rows of an expert's block: enough that most experts need one, up to 128; of 4-bit weights, whose sums take twice
+    the registers, up to 64."""
     mean = pairs / experts
-    return 16 if mean <= 4 else 32 if mean <= 20 else 64 if mean <= 44 else 128
+    return 16 if mean <= 4 else 32 if mean <= 20 else 64 if mean <= 44 or fmt == "pairs" else 128
 
 
 def choose(shape: Shape, limit: int) -> Tile:
@@ -86,28 +102,33 @@ def choose(shape: Shape, limit: int) -> Tile:
 
 
 def shared_bytes(shape: Shape, tile: Tile) -> int:
-    """About what a tile takes: `stages` steps of weight and x. 4-bit weights leave for registers a step earlier."""
-    step = step_of(shape.format, shape.inputs, False)
+    """About what a tile takes: `stages` steps of weight and x."""
+    step = step_of(shape.format, shape.inputs) * (tile.turns if shape.format == "pairs" else 1)
     weight = tile.outputs * (1 + shape.gated) * step * _WEIGHT_BITS[shape.format] // 8
-    x = tile.rows * step * (1 if shape.format == "fp8" else 2)
-    return tile.stages * x + (tile.stages - (shape.format == "int4")) * weight + 4096
+    x = tile.rows * step * (1 if shape.format in ("fp8", "pairs") else 2)
+    return tile.stages * (x + weight) + 4096
 
 
 def candidates(shape: Shape) -> list[Tile]:
     """Tiles worth trying, the rule's choice first; the last one fits any card."""
+    if shape.format == "pairs":
+        return _pair_tiles(shape)
     found = []
     for rows, outputs in _sizes(shape):
         for warps in (4, 8) if rows <= 32 or outputs == 64 or shape.format == "fp8" else (8, 4):
             sums = rows * outputs * (1 + shape.gated) // (32 * warps)  # that one thread holds
             if sums <= 128 and (warps == 4 or outputs > 64):
-                registers = 128 if _unpacking(shape) and outputs == 32 * warps else 0
-                found += [Tile(rows, outputs, warps, stages, registers) for stages in _stages(shape, rows, outputs)]
+                found += [Tile(rows, outputs, warps, stages) for stages in _stages(shape, rows, outputs)]
     return [*found, Tile(min(tile.rows for tile in found), 64, 4, 2)]
 
 
-def _unpacking(shape: Shape) -> bool:
-    """Whether unpacking 4 bits, not memory, may be the limit: then many warps must share a multiprocessor."""
-    return shape.format == "int4" and shape.experts > 0 and shape.rows == 32
+def _pair_tiles(shape: Shape) -> list[Tile]:
+    """Outputs are given by the packing; few registers and many programs hide the waiting for tensor cores."""
+    rows = shape.rows if shape.experts else max(16, min(64, 1 << (shape.rows - 1).bit_length()))
+    warps = 4 if rows <= 64 else 8
+    half = bool(shape.experts) and rows == 32
+    found = [Tile(rows, 64 if shape.gated else 128, warps, stages, 0, half) for stages in (6, 4, 8, 5, 3)]
+    return [*found, Tile(rows, 64 if shape.gated else 128, warps, 2)]
 
 
 def _sizes(shape: Shape) -> list[tuple[int, int]]:
@@ -131,22 +152,21 @@ def _badness(shape: Shape, rows: int, outputs: int) -> float:
 
 
 def _stages(shape: Shape, rows: int, outputs: int) -> list[int]:
-    """As many as let two programs share a multiprocessor (four where unpacking is the limit), or one of many rows fill
-    it; then one less, one more."""
-    budget = (56 if _unpacking(shape) else 112 if rows <= 64 else 216) << 10
+    """As many as let two programs share a multiprocessor, or one of many rows fill it; then one less, one more."""
+    budget = (112 if rows <= 64 else 216) << 10
     fitting = [n for n in range(2, 9) if shared_bytes(shape, Tile(rows, outputs, 4, n)) <= budget]
     deep = fitting[-1] if fitting else 2
     return [n for n in (deep, deep - 1, deep + 1, deep - 2) if n >= 2]
 
 
-def tune(shape: Shape, call: Callable[[Tile], object], limit: int, tiles: Iterable[Tile] | None = None) -> Tile:
-    """Times every candidate on the device (`call` runs the product once) and keeps the fastest in `TUNED`."""
+def tune(shape: Shape, measure: Callable[[Tile], float], limit: int, tiles: Iterable[Tile] | None = None) -> Tile:
+    """Times every candidate (`measure` runs the product with it) and keeps the fastest in `TUNED`."""
     times: dict[Tile, float] = {}
     for tile in tiles if tiles is not None else candidates(shape):
         if shared_bytes(shape, tile) > limit:
             continue
         try:
-            times[tile] = _milliseconds(partial(call, tile))
+            times[tile] = measure(tile)
         except Exception as error:
             if "CUDA error" in str(error):  # not the tile's fault alone: nothing works after it
                 raise
@@ -156,17 +176,6 @@ def tune(shape: Shape, call: Callable[[Tile], object], limit: int, tiles: Iterab
     best = min(times, key=lambda tile: times[tile])
     TUNED[shape.key()] = best
     return best
-
-
-def _milliseconds(call: Callable[[], object], rounds: int = 7) -> float:
-    call()
-    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(rounds)]
-    for start, end in marks:
-        start.record()
-        call()
-        end.record()
-    torch.cuda.synchronize()
-    return float(statistics.median(start.elapsed_time(end) for start, end in marks))
 
 
 def save(file: Path) -> None:

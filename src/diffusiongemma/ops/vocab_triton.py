@@ -18,7 +18,8 @@ Legend: N positions, D hidden, V vocabulary, T tiles.
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import replace
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -27,9 +28,9 @@ from torch import Tensor
 
 from diffusiongemma.ops.early_triton import ready, run
 from diffusiongemma.ops.kernels import unavailable
-from diffusiongemma.ops.soft_triton import soft_embed
+from diffusiongemma.ops.soft_triton import Parts, soft_embed
 from diffusiongemma.ops.vocab import Reading, Rules, Table
-from diffusiongemma.ops.weigh_triton import NEVER, Stats, head_blocks, weigh_fused, weigh_library
+from diffusiongemma.ops.weigh_triton import NEVER, WIDEST, Stats, head_blocks, reference, weigh_fused, weigh_library
 
 How = Literal["fused", "library"]
 CHUNK = 1024  # positions that are read at once: bounds the weights to 0.5 GB
@@ -67,21 +68,27 @@ def _passing(mass, target, index, size: tl.constexpr):
 
 @triton.jit
 def _result_kernel(
-    weights, uniform, peak, best, mass, tilt, factor, share, argmax, sample, entropy, logprob, sample_logprob,
-    vocab, tiles, TILE: tl.constexpr, TILES: tl.constexpr, HOPPER: tl.constexpr,
+    weights, uniform, temperature, peak, best, mass, tilt, factor, share, argmax, sample, entropy, logprob,
+    sample_logprob, vocab, tiles, CAP: tl.constexpr, FIXED: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    HOPPER: tl.constexpr,
 ):  # fmt: skip
-    """One row: its tiles' numbers together. `factor` [N, T] brings a tile's weights to the row's largest logit."""
+    """One row: its tiles' numbers together. `factor` [N, T] brings a tile's weights to the row's largest logit, and
+    `share` those to probabilities."""
     ready(HOPPER)
     row = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, TILES)
     real, place = tile < tiles, row * tiles + tile
     peaks = tl.load(peak + place, mask=real, other=NEVER)
     top = tl.max(peaks)
-    factors = tl.exp(peaks - top)
+    if FIXED:
+        zero = reference(1.0 / tl.load(temperature + row), CAP, FIXED)
+        factors = tl.exp(zero - top) + tl.zeros((TILES,), tl.float32)
+    else:
+        factors = tl.exp(peaks - top)
     masses = tl.load(mass + place, mask=real, other=0.0)
     tilts = tl.load(tilt + place, mask=real, other=0.0)
     # A tile without any allowed token has a factor of 0, and nothing of it may count.
-    tilts = tl.where(factors > 0, factors * (tilts + (peaks - top) * masses), 0.0)
+    tilts = tl.where(masses * factors > 0, factors * (tilts + (peaks - top) * masses), 0.0)
     masses *= factors
     total = tl.sum(masses)
     tl.store(factor + place, factors, mask=real)
@@ -128,17 +135,29 @@ def vocab_end(
     how: How = "fused",
     soft_how: How = "fused",
     few: bool = False,
+    coldest: float | None = None,
+    skip: float = 0.0,
 ) -> Reading:
-    """As `vocab.vocab_end`; `how` chooses whose matrix product makes the logits, `soft_how` the soft embedding."""
+    """As `vocab.vocab_end`; `how` chooses whose matrix product makes the logits, `soft_how` the soft embedding.
+
+    `coldest`: no temperature is below it. From cap / 78 on (0.39 for a cap of 30) weights then need no rescaling.
+    `skip`: so much of a position's probability may be missing from its soft embedding, whose relative error is then at
+    most that times the ratio of the embeddings' norms; tiles in which no position of a block has more than its share
+    of it are not read. A row's bits then depend on its neighbours.
+    """
+    fixed = coldest is not None and cap / coldest <= WIDEST
     parts = []
     for first in range(0, hidden.shape[0], CHUNK):
         x = hidden[first : first + CHUNK]
         part = rules.rows(first, first + CHUNK)
         if how == "fused":
-            weights, stats, tile = weigh_fused(x, table, part, cap, head_blocks(few, table.weight.element_size()))
+            weights, stats, tile = weigh_fused(
+                x, table, part, cap, head_blocks(few, table.weight.element_size()), fixed
+            )
         else:
-            weights, stats, tile = weigh_library(x, table, part, cap)
-        parts.append(_finish(x, table, part, weights, stats, tile, embed_scale, soft_how))
+            weights, stats, tile = weigh_library(x, table, part, cap, fixed)
+        weighed = Weighed(weights, stats, tile, cap, fixed)
+        parts.append(_finish(x, table, part, weighed, embed_scale, soft_how, skip))
     if len(parts) == 1:
         return parts[0]
     softs = [p.soft for p in parts if p.soft is not None]
@@ -152,22 +171,37 @@ def vocab_end(
     )
 
 
-def _finish(
-    hidden: Tensor, table: Table, rules: Rules, weights: Tensor, stats: Stats, tile: int, scale: float | None, how: How
-) -> Reading:
-    rows, tiles = stats.mass.shape
-    factor = torch.empty_like(stats.mass)
-    share, entropy, logprob, sample_logprob = torch.empty(4, rows, dtype=torch.float32, device=hidden.device)
-    argmax, sample = torch.empty(2, rows, dtype=torch.int64, device=hidden.device)
+class Weighed(NamedTuple):
+    weights: Tensor  # [N, V]
+    stats: Stats
+    tile: int  # tokens
+    cap: float
+    fixed: bool
+
+
+def result(rules: Rules, w: Weighed) -> tuple[Tensor, Tensor, Reading]:
+    """-> factor [N, T], share [N], and all but the soft embedding"""
+    rows, tiles = w.stats.mass.shape
+    device = w.weights.device
+    factor = torch.empty_like(w.stats.mass)
+    share, entropy, logprob, sample_logprob = torch.empty(4, rows, dtype=torch.float32, device=device)
+    argmax, sample = torch.empty(2, rows, dtype=torch.int64, device=device)
     run(
-        _result_kernel, rows,
-        weights, rules.uniform, *stats, factor, share, argmax, sample, entropy, logprob, sample_logprob,
-        weights.shape[1], tiles, TILE=tile, TILES=triton.next_power_of_2(tiles), num_warps=4,
+        _result_kernel, rows, w.weights, rules.uniform, rules.temperature, *w.stats, factor, share,
+        argmax, sample, entropy, logprob, sample_logprob, w.weights.shape[1], tiles, CAP=w.cap, FIXED=w.fixed,
+        TILE=w.tile, TILES=triton.next_power_of_2(tiles), num_warps=4,
     )  # fmt: skip
-    soft = None
-    if scale is not None:
-        soft = soft_embed(weights, factor, share, tile, table, scale, hidden.dtype, how)
-    return Reading(argmax, sample, entropy, logprob, sample_logprob, soft)
+    return factor, share, Reading(argmax, sample, entropy, logprob, sample_logprob, None)
+
+
+def _finish(
+    hidden: Tensor, table: Table, rules: Rules, w: Weighed, scale: float | None, how: How, skip: float
+) -> Reading:
+    factor, share, reading = result(rules, w)
+    if scale is None:
+        return reading
+    parts = Parts(w.weights, factor, share, w.stats.mass, w.tile, w.fixed)
+    return replace(reading, soft=soft_embed(parts, table, scale, hidden.dtype, how, skip))
 
 
 def draws(seed: Tensor, step: Tensor, position: Tensor, vocab: int) -> tuple[Tensor, Tensor]:

@@ -16,13 +16,16 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from diffusiongemma.errors import InputError
-from diffusiongemma.ops.early_triton import ready, run
+from diffusiongemma.ops.early_triton import multiprocessors, ready, run
 from diffusiongemma.ops.norm_triton import quantize_rows
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.vocab import WORD, Rules, Table
 
 READ_TILE = 1024  # tokens a tile in the "library" way
 READ_TILES = 8  # tiles a program
+# exp(z - reference) stays within exp(-87) … exp(70), and a sum of 2^18 such numbers finite, for z within ± 78.
+SPAN = tl.constexpr(70.0)
+WIDEST = 78.0
 NEVER = tl.constexpr(-1e30)  # a logit that no token has: its weight is 0, and no sum of it is NaN
 
 
@@ -34,19 +37,31 @@ class Blocks(NamedTuple):
     depth: int
     warps: int
     stages: int
+    resident: int = 1  # programs on a multiprocessor
 
 
 def head_blocks(few: bool, itemsize: int) -> Blocks:
     # 128 x 256 numbers are what two warp groups hold in registers; of few rows, reading the table is all there is.
     if itemsize == 4:  # no tensor cores: for tests
         return Blocks(32, 128, 64, 4, 2)
-    return Blocks(16, 128, 256 // itemsize, 4, 5) if few else Blocks(128, 256, 128 // itemsize, 8, 4)
+    # Many small programs keep more of the table on its way than one that goes through it.
+    return Blocks(16, 128, 256 // itemsize, 4, 5, 16) if few else Blocks(128, 256, 128 // itemsize, 8, 4)
 
 
 @triton.jit
 def _capped(raw, inverse, CAP: tl.constexpr):
-    # tanh(u) = 1 - 2 / (exp(2 u) + 1): two special functions, and an absolute error of 1e-7
-    return (CAP - (2 * CAP) / (tl.exp(raw * (2 / CAP)) + 1.0)) * inverse
+    # tanh(u) = 1 - 2 / (exp(2 u) + 1): two special functions, and an absolute error of 1e-7. The root is a division
+    # that costs two operations less.
+    root = tl.rsqrt(tl.exp(raw * (2 / CAP)) + 1.0)
+    return (CAP - (2 * CAP) * (root * root)) * inverse
+
+
+@triton.jit
+def reference(inverse, CAP: tl.constexpr, FIXED: tl.constexpr):
+    """What is taken off a position's logits where that does not depend on them; `inverse`: 1 / temperature"""
+    if FIXED:
+        return tl.maximum(CAP * inverse - SPAN, 0.0)
+    return inverse * 0.0
 
 
 @triton.jit
@@ -61,54 +76,60 @@ def _bar(z, tokens, sets, banned, words):
 def _head_kernel(
     x, w, x_scale, w_scale, temperature, pin, banned, banned_set, weights, peak, best, mass, tilt, rows, vocab, words,
     D: tl.constexpr, CAP: tl.constexpr, EIGHT: tl.constexpr, INT: tl.constexpr, PINS: tl.constexpr, BANS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, HOPPER: tl.constexpr,
+    FIXED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, HOPPER: tl.constexpr,
 ):  # fmt: skip
     """A tile of hidden [N, D] times table [V, D], transposed, and what is kept of it."""
     ready(HOPPER)
     blocks = tl.cdiv(rows, BLOCK_N)
     tiles = tl.cdiv(vocab, BLOCK_V)
-    # Programs that share a tile of the table run side by side: it comes from memory once.
-    tile, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    acc = tl.zeros((BLOCK_N, BLOCK_V), tl.int32 if INT else tl.float32)
-    for k in range(0, D, BLOCK_K):
-        a = x.load([block * BLOCK_N, k])
-        b = w.load([tile * BLOCK_V, k])
-        acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee", out_dtype=acc.dtype)
-    row = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    token = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-    live = row < rows
-    raw = acc.to(tl.float32)
-    if EIGHT:
-        raw *= tl.load(x_scale + row, mask=live, other=0.0)[:, None]
-        raw *= tl.load(w_scale + token, mask=token < vocab, other=0.0)[None, :]
-    z = _capped(raw, 1.0 / tl.load(temperature + row, mask=live, other=1.0)[:, None], CAP)
-    if BANS:
-        sets = tl.load(banned_set + row, mask=live, other=-1)[:, None]
-        word = tile * (BLOCK_V // 32) + tl.arange(0, BLOCK_V // 32)[None, :]
-        some = tl.load(banned + sets * words + word, mask=(sets >= 0) & (word < words), other=0)
-        if tl.max(tl.where(some != 0, 1, 0)) > 0:  # most tiles have no banned token
-            z = _bar(z, token[None, :], sets, banned, words)
-    if PINS:
-        held = tl.load(pin + row, mask=live, other=-1)[:, None]
-        z = tl.where(held >= 0, tl.where(token[None, :] == held, 0.0, NEVER), z)
-    z = tl.where(token[None, :] < vocab, z, NEVER)
-    top, at = tl.max(z, axis=1, return_indices=True)
-    z -= top[:, None]
-    e = tl.exp(z)
-    place = row.to(tl.int64) * tiles + tile
-    tl.store(peak + place, top, mask=live)
-    tl.store(best + place, tile * BLOCK_V + at, mask=live)
-    tl.store(mass + place, tl.sum(e, axis=1), mask=live)
-    tl.store(tilt + place, tl.sum(z * e, axis=1), mask=live)
-    inside = live[:, None] & (token[None, :] < vocab)
-    tl.store(weights + row.to(tl.int64)[:, None] * vocab + token[None, :], e.to(weights.dtype.element_ty), mask=inside)
+    # Each program has many tiles, as one loop: the next tile is on its way while this one's weights are made.
+    for item in tl.range(tl.program_id(0), tiles * blocks, tl.num_programs(0), flatten=True):
+        # Programs that share a tile of the table run side by side: it comes from memory once.
+        tile, block = item // blocks, item % blocks
+        acc = tl.zeros((BLOCK_N, BLOCK_V), tl.int32 if INT else tl.float32)
+        for k in range(0, D, BLOCK_K):
+            a = x.load([block * BLOCK_N, k])
+            b = w.load([tile * BLOCK_V, k])
+            acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee", out_dtype=acc.dtype)
+        row = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        token = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+        live = row < rows
+        raw = acc.to(tl.float32)
+        if EIGHT:
+            raw *= tl.load(x_scale + row, mask=live, other=0.0)[:, None]
+            raw *= tl.load(w_scale + token, mask=token < vocab, other=0.0)[None, :]
+        inverse = 1.0 / tl.load(temperature + row, mask=live, other=1.0)[:, None]
+        zero = reference(inverse, CAP, FIXED)
+        z = _capped(raw, inverse, CAP)
+        if BANS:
+            sets = tl.load(banned_set + row, mask=live, other=-1)[:, None]
+            word = tile * (BLOCK_V // 32) + tl.arange(0, BLOCK_V // 32)[None, :]
+            some = tl.load(banned + sets * words + word, mask=(sets >= 0) & (word < words), other=0)
+            if tl.max(tl.where(some != 0, 1, 0)) > 0:  # most tiles have no banned token
+                z = _bar(z, token[None, :], sets, banned, words)
+        if PINS:
+            held = tl.load(pin + row, mask=live, other=-1)[:, None]
+            z = tl.where(held >= 0, tl.where(token[None, :] == held, zero, NEVER), z)
+        z = tl.where(token[None, :] < vocab, z, NEVER)
+        top = tl.max(z, axis=1)
+        at = tl.min(tl.where(z == top[:, None], token[None, :], vocab), axis=1)  # less than a maximum with its place
+        e = tl.exp(z - (zero if FIXED else top[:, None]))
+        z -= top[:, None]
+        place = row.to(tl.int64) * tiles + tile
+        tl.store(peak + place, top, mask=live)
+        tl.store(best + place, at, mask=live)
+        tl.store(mass + place, tl.sum(e, axis=1), mask=live)
+        tl.store(tilt + place, tl.sum(z * e, axis=1), mask=live)
+        inside = live[:, None] & (token[None, :] < vocab)
+        into = weights + row.to(tl.int64)[:, None] * vocab + token[None, :]
+        tl.store(into, e.to(weights.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _weigh_kernel(
     logits, temperature, pin, banned, banned_set, peak, best, mass, tilt, vocab, words, tiles,
-    CAP: tl.constexpr, PINS: tl.constexpr, BANS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
-    HOPPER: tl.constexpr,
+    CAP: tl.constexpr, PINS: tl.constexpr, BANS: tl.constexpr, FIXED: tl.constexpr, TILE: tl.constexpr,
+    TILES: tl.constexpr, HOPPER: tl.constexpr,
 ):  # fmt: skip
     """The same for logits [N, V] that are there; their weights replace them."""
     ready(HOPPER)
@@ -117,18 +138,20 @@ def _weigh_kernel(
     token = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
     inside = token < vocab
     raw = tl.load(logits + row * vocab + token, mask=inside, other=0.0).to(tl.float32)
-    z = _capped(raw, 1.0 / tl.load(temperature + row), CAP)
+    inverse = 1.0 / tl.load(temperature + row)
+    zero = reference(inverse, CAP, FIXED)
+    z = _capped(raw, inverse, CAP)
     if BANS:
         sets = tl.load(banned_set + row + tl.zeros((1, 1), tl.int64))
         z = _bar(z, token, sets, banned, words)
     if PINS:
         held = tl.load(pin + row)
         if held >= 0:
-            z = tl.where(token == held, 0.0, NEVER)
+            z = tl.where(token == held, zero, NEVER)
     z = tl.where(inside, z, NEVER)
     top, at = tl.max(z, axis=1, return_indices=True)
+    e = tl.exp(z - (zero if FIXED else top[:, None]))
     z -= top[:, None]
-    e = tl.exp(z)
     real = tile < tiles
     tl.store(peak + row * tiles + tile, top, mask=real)
     tl.store(best + row * tiles + tile, tile * TILE + at, mask=real)
@@ -151,8 +174,10 @@ class Stats(NamedTuple):
         return cls(*(torch.empty(rows, tiles, dtype=kind, device=device) for kind in kinds))
 
 
-def weigh_fused(hidden: Tensor, table: Table, rules: Rules, cap: float, b: Blocks) -> tuple[Tensor, Stats, int]:
-    """hidden [N, D] -> weights [N, V], their statistics, tokens a tile"""
+def weigh_fused(
+    hidden: Tensor, table: Table, rules: Rules, cap: float, b: Blocks, fixed: bool = False
+) -> tuple[Tensor, Stats, int]:
+    """hidden [N, D] -> weights [N, V], their statistics, tokens a tile; `fixed`: relative to `reference`"""
     rows, width = hidden.shape
     vocab = table.weight.shape[0]
     x, x_scale = hidden.contiguous(), None
@@ -162,23 +187,25 @@ def weigh_fused(hidden: Tensor, table: Table, rules: Rules, cap: float, b: Block
     weights = torch.empty(rows, vocab, dtype=hidden.dtype, device=hidden.device)
     stats = Stats.empty(rows, tiles, hidden.device)
     run(
-        _head_kernel, tiles * triton.cdiv(rows, b.rows),
+        _head_kernel, min(tiles * triton.cdiv(rows, b.rows), b.resident * multiprocessors(x.device)),
         TensorDescriptor.from_tensor(x, [b.rows, b.depth]),
         TensorDescriptor.from_tensor(table.weight, [b.vocab, b.depth]),
         x_scale, table.scale, *_rules(rules), weights, *stats, rows, vocab, _words(rules),
         D=width, CAP=cap, EIGHT=table.scale is not None, INT=table.weight.dtype == torch.int8, **_flags(rules),
-        BLOCK_N=b.rows, BLOCK_V=b.vocab, BLOCK_K=b.depth, num_warps=b.warps, num_stages=b.stages,
+        FIXED=fixed, BLOCK_N=b.rows, BLOCK_V=b.vocab, BLOCK_K=b.depth, num_warps=b.warps, num_stages=b.stages,
     )  # fmt: skip
     return weights, stats, b.vocab
 
 
-def weigh_library(hidden: Tensor, table: Table, rules: Rules, cap: float) -> tuple[Tensor, Stats, int]:
+def weigh_library(
+    hidden: Tensor, table: Table, rules: Rules, cap: float, fixed: bool = False
+) -> tuple[Tensor, Stats, int]:
     """The same from the logits of a library's product, in bfloat16."""
     if table.scale is None:
-        return weigh_logits(F.linear(hidden, table.weight), rules, cap)
+        return weigh_logits(F.linear(hidden, table.weight), rules, cap, fixed)
     if table.weight.dtype != FP8:
         raise InputError("there is no library product for an int8 table: use how='fused'")
-    return weigh_logits(library_fp8(hidden, table), rules, cap)
+    return weigh_logits(library_fp8(hidden, table), rules, cap, fixed)
 
 
 def library_fp8(hidden: Tensor, table: Table) -> Tensor:
@@ -189,7 +216,7 @@ def library_fp8(hidden: Tensor, table: Table) -> Tensor:
     return torch._scaled_mm(x, weight, scale_a=scale, scale_b=weight_scale, out_dtype=torch.bfloat16)
 
 
-def weigh_logits(logits: Tensor, rules: Rules, cap: float) -> tuple[Tensor, Stats, int]:
+def weigh_logits(logits: Tensor, rules: Rules, cap: float, fixed: bool = False) -> tuple[Tensor, Stats, int]:
     """Logits [N, V], not capped, overwritten by their weights -> weights, their statistics, tokens a tile"""
     rows, vocab = logits.shape
     tiles = triton.cdiv(vocab, READ_TILE)
@@ -197,7 +224,7 @@ def weigh_logits(logits: Tensor, rules: Rules, cap: float) -> tuple[Tensor, Stat
     run(
         _weigh_kernel, rows * triton.cdiv(tiles, READ_TILES),
         logits, *_rules(rules), *stats, vocab, _words(rules), tiles,
-        CAP=cap, **_flags(rules), TILE=READ_TILE, TILES=READ_TILES, num_warps=8,
+        CAP=cap, **_flags(rules), FIXED=fixed, TILE=READ_TILE, TILES=READ_TILES, num_warps=8,
     )  # fmt: skip
     return logits, stats, READ_TILE
 

@@ -1,0 +1,203 @@
+"""The operations that `FusedNetwork` is made of: chosen once, as Triton kernels or as their torch twins.
+
+Weights are pairs (numbers, scale or None) in any format of `ops/product.py`. Dense products go to the vendor's kernels
+where those were measured to be faster, those of a few rows to kernels that do without tensor cores; with `exact`
+neither, because sums would depend on how many rows there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from diffusiongemma.ops import attention_cached, fused, kernels, product, routing, vocab
+from diffusiongemma.ops.fused import Rows
+from diffusiongemma.ops.quant import FP8
+from diffusiongemma.ops.tiles import block_rows
+from diffusiongemma.ops.vocab import Reading, Rules, Table
+
+Weight = tuple[Tensor, Tensor | None]
+VENDOR_ROWS = 64  # from so many rows on, a bfloat16 product is the vendor's
+VENDOR_ROWS_FP8 = 256  # the same for fp8, of matrices that are wider than deep; of others from four times as many on
+
+
+def wants_fp8(weight: Weight) -> bool:
+    """Is it multiplied with fp8 numbers? Weights in fp8 are, and 4-bit ones that lie in tiles of row pairs."""
+    return weight[0].dtype in (FP8, torch.uint8)
+
+
+@dataclass(frozen=True)
+class Ops:
+    """Signatures as in `ops/`; N tokens, D hidden, k experts a token."""
+
+    name: str
+    norm_rows: Callable[..., Rows]
+    after_attention: Callable[..., tuple[Tensor, Rows, Rows]]
+    after_feed_forward: Callable[..., tuple[Tensor, Rows]]
+    quantize_rows: Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]
+    rope_at: Callable[..., tuple[Tensor, Tensor]]
+    split_heads: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    route: Callable[..., tuple[Tensor, Tensor]]
+    attend: Callable[..., Tensor]
+    store: Callable[..., None]
+    linear: Callable[[Rows, Weight], Tensor]  # x [N, K], weight of [O, K] -> [N, O]
+    geglu: Callable[[Rows, Weight], Rows]  # x [N, K], weight of [2 O, K] -> [N, O], in fp8 where x is
+    experts: Callable[[Rows, Tensor, Tensor, Weight, Weight], Tensor]  # x, index, weight [N, k], up, down -> [N, D]
+    vocab_end: Callable[..., Reading]  # `few`: one position a row; `coldest`: no temperature is below it
+    draws: Callable[..., tuple[Tensor, Tensor]]
+    few: int = 0  # up to so many rows, products take them as they are
+
+    def rows_for(self, x: Rows, weight: Weight) -> Rows:
+        """x as this weight wants it."""
+        if not wants_fp8(weight) or x.values.dtype == FP8 or len(x.values) <= self.few:
+            return x
+        return Rows(*self.quantize_rows(x.values, FP8))
+
+
+# ---- torch -------------------------------------------------------------------------------------------------------
+
+
+def torch_ops() -> Ops:
+    return Ops(
+        "torch",
+        fused.norm_rows,
+        fused.after_attention,
+        fused.after_feed_forward,
+        fused.quantize_rows,
+        fused.rope_at,
+        fused.split_heads,
+        fused.route,
+        attention_cached.attend,
+        attention_cached.store,
+        _torch_linear,
+        _torch_geglu,
+        _torch_experts,
+        _torch_vocab_end,
+        vocab.draws,
+    )
+
+
+def _torch_linear(x: Rows, weight: Weight) -> Tensor:
+    return product.product(x, *weight).values
+
+
+def _torch_geglu(x: Rows, weight: Weight) -> Rows:
+    return _like(x, product.product(x, *weight, gated=True))
+
+
+def _like(x: Rows, hidden: Rows) -> Rows:
+    return Rows(*fused.quantize_rows(hidden.values, FP8)) if x.values.dtype == FP8 else hidden
+
+
+def _torch_experts(x: Rows, index: Tensor, weight: Tensor, up: Weight, down: Weight) -> Tensor:
+    experts, k = up[0].shape[0], index.shape[1]
+    plan = routing.route(index, experts, block_rows(index.numel(), experts))
+    hidden = _like(x, product.product(x, *up, gated=True, routing=plan))
+    pairs = product.product(hidden, *down, routing=plan, share=weight.flatten()).values
+    return pairs.view(-1, k, pairs.shape[1]).float().sum(dim=1).to(pairs.dtype)
+
+
+def _torch_vocab_end(
+    hidden: Tensor,
+    table: Table,
+    rules: Rules,
+    cap: float,
+    embed_scale: float | None,
+    few: bool = False,
+    coldest: float | None = None,
+) -> Reading:
+    return vocab.vocab_end(hidden, table, rules, cap, embed_scale)
+
+
+# ---- Triton ------------------------------------------------------------------------------------------------------
+
+
+def triton_ops(exact: bool = False, few: bool = True) -> Ops:
+    """Import only where `kernels.unavailable` has found nothing. `few`: off, a few rows go the way of many."""
+    from diffusiongemma.ops import (
+        attention_triton,
+        experts_triton,
+        few_triton,
+        heads_triton,
+        linear_triton,
+        norm_triton,
+        product_triton,
+        router_triton,
+        rows_triton,
+        vocab_triton,
+    )
+
+    few_rows = few_triton.FEW if few and not exact else 0
+
+    def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        if dtype != FP8:
+            return norm_triton.quantize_rows(x, dtype)
+        rows = rows_triton.quantize_rows(x)
+        assert rows.scale is not None
+        return rows.values, rows.scale
+
+    def route(x: Tensor, proj: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        # Tensor cores want 16 columns at least; so few experts as in the embedded model are quickly done without.
+        kernel = proj.shape[0] >= 16
+        return router_triton.route(x, proj, *rest) if kernel else fused.route(x, proj, *rest)
+
+    def linear(x: Rows, weight: Weight) -> Tensor:
+        w, scale = weight
+        rows, inputs = x.values.shape
+        if rows <= few_rows:
+            return few_triton.few(x, w, scale)
+        if exact or kernels.interpreted():
+            return product_triton.product(x, w, scale).values
+        if w.dtype == x.values.dtype and scale is None and rows >= VENDOR_ROWS:
+            return F.linear(x.values, w)
+        many = rows >= VENDOR_ROWS_FP8 * (1 if w.shape[0] > inputs else 4)
+        if w.dtype == FP8 and many and x.scale is not None and x.scale.shape[1] == 1:  # it knows one scale a row only
+            assert scale is not None
+            return torch._scaled_mm(x.values, w.t(), x.scale, scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True)
+        return product_triton.product(x, w, scale).values
+
+    def geglu(x: Rows, weight: Weight) -> Rows:
+        if len(x.values) <= few_rows:
+            return Rows(few_triton.few(x, *weight, gated=True))
+        return linear_triton.geglu_linear(x, *weight)
+
+    def experts(x: Rows, index: Tensor, weight: Tensor, up: Weight, down: Weight) -> Tensor:
+        return experts_triton.experts_rows(x, index, weight, *up, *down, few=few_rows > 0)
+
+    def vocab_end(
+        hidden: Tensor,
+        table: Table,
+        rules: Rules,
+        cap: float,
+        embed_scale: float | None,
+        few: bool = False,
+        coldest: float | None = None,
+    ) -> Reading:
+        # The vendor's bfloat16 product is the faster one; but before it, ours makes more than a product on the way.
+        library = not exact and table.soft is None and not kernels.interpreted()
+        how: Literal["library", "fused"] = "library" if library else "fused"
+        return vocab_triton.vocab_end(hidden, table, rules, cap, embed_scale, soft_how=how, few=few, coldest=coldest)
+
+    return Ops(
+        "triton",
+        norm_triton.norm_rows,
+        norm_triton.after_attention,
+        norm_triton.after_feed_forward,
+        quantize_rows,
+        heads_triton.rope_at,
+        heads_triton.split_heads,
+        route,
+        attention_triton.attend,
+        attention_triton.store,
+        linear,
+        geglu,
+        experts,
+        vocab_end,
+        vocab_triton.draws,
+        few_rows,
+    )

@@ -1,0 +1,55 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+"""Activations rounded to fp8, one scale a row, for where no norm before has done it.
+
+A row a program. Many narrow rows are a warp's work each, so that nothing waits for other warps; few rows are spread
+over many warps, because then the time is that of one thread. A division is a product with the scale's reciprocal and
+one correction, which rounds as a division does (Markstein) in 3 instructions instead of some 10.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from diffusiongemma.ops.early_triton import ready, run
+from diffusiongemma.ops.fused import Rows
+from diffusiongemma.ops.quant import FP8
+
+MANY = 512  # rows
+
+
+@triton.jit
+def quantize_kernel(x, q, scale, D: tl.constexpr, WIDTH: tl.constexpr, HOPPER: tl.constexpr):
+    """x [N, D] -> q [N, D], scale [N]"""
+    ready(HOPPER)
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    wide = tl.load(x + row * D + at, mask=at < D, other=0.0).to(tl.float32)
+    s = tl.max(tl.abs(wide)) / 448.0
+    s = tl.where(s < 1.1754943508222875e-38, 1.0, s)
+    if HOPPER:
+        back = tl.div_rn(1.0, s)
+        near = wide * back
+        near = tl.fma(tl.fma(-near, s, wide), back, near)
+    else:  # the interpreter's fma rounds twice
+        near = tl.div_rn(wide, s)
+    tl.store(scale + row, s)
+    tl.store(q + row * D + at, near.to(tl.float8e4nv), mask=at < D)
+
+
+def quantize_rows(x: Tensor, warps: int | None = None) -> Rows:
+    """x [N, K] -> fp8 [N, K] with one scale a row"""
+    rows, width = x.shape
+    q, scale = torch.empty(rows, width, dtype=FP8, device=x.device), torch.empty(rows, 1, device=x.device)
+    wide = triton.next_power_of_2(width)
+    warps = warps or max(1, min(16, wide // (1024 if rows >= MANY else 256)))
+    run(quantize_kernel, rows, x.contiguous(), q, scale, D=width, WIDTH=wide, num_warps=warps)
+    return Rows(q, scale)
+
+
+def rows_for(x: Rows, w: Tensor) -> Rows:
+    """x as products with this weight take it: fp8 and pairs of 4-bit weights are multiplied with fp8 numbers"""
+    if x.values.dtype == FP8 or w.dtype not in (FP8, torch.uint8):
+        return x
+    return quantize_rows(x.values)

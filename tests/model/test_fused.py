@@ -1,0 +1,185 @@
+"""The fused network against the plain one: the same numbers, over rows that lie in one pool."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from diffusiongemma.config import ModelConfig
+from diffusiongemma.model import CacheRow, DiffusionGemma
+from diffusiongemma.model.backend import torch_ops
+from diffusiongemma.model.fused import Batch, FusedNetwork
+from diffusiongemma.model.pool import CachePool, PoolRow
+from diffusiongemma.model.quantize import Scheme, random_network
+from diffusiongemma.model.support import prepare
+from diffusiongemma.ops.attention_cached import New
+from diffusiongemma.ops.quantized import QuantWeight
+
+CONFIG = ModelConfig.preset(
+    "tiny", vocab_size=96, hidden_size=128, intermediate_size=128, moe_intermediate_size=64, num_hidden_layers=3,
+    sliding_window=12, num_experts=16, layer_types=("sliding_attention", "sliding_attention", "full_attention"),
+)  # fmt: skip
+
+
+def network(kind: str | None = None) -> DiffusionGemma:
+    scheme = None if kind is None else Scheme.parse(kind)
+    model = random_network(CONFIG, scheme, dtype=torch.float32, std=0.2)
+    for i, layer in enumerate(model.layers):
+        layer.encoder_scalar.fill_(0.9 - 0.1 * i)
+        layer.decoder_scalar.fill_(0.8 + 0.1 * i)
+    return model
+
+
+def batch_over(pool: CachePool, rows: list[PoolRow], counts: list[int]) -> Batch:
+    at = [torch.arange(row.length, row.length + n, dtype=torch.int32) for row, n in zip(rows, counts, strict=True)]
+    begin = torch.tensor([0, *counts]).cumsum(0).int()
+    lengths = torch.tensor([row.length for row in rows], dtype=torch.int32)
+    return Batch(pool.offsets(rows), lengths, torch.cat(at), New(begin, max(counts)), reach=64)
+
+
+def close(a: Tensor, b: Tensor, within: float) -> bool:
+    return float((a - b).norm() / b.norm()) < within
+
+
+@pytest.mark.parametrize("kind", [None, "int8"])
+def test_it_computes_what_the_plain_network_does(kind: str | None) -> None:
+    torch.manual_seed(1)
+    model = network(kind)
+    plain = [CacheRow(CONFIG, 60) for _ in range(3)]
+    pool = CachePool(CONFIG, 1 << 20, torch.float32)
+    rows = [pool.new_row(n) for n in (60, 40, 50)]
+    expected = []
+    passes = [[20, 3, 11], [1, 1, 1], [16, 30, 2]]  # beyond the window, one token each, uneven
+    tokens = [torch.randint(0, 96, (sum(counts),)) for counts in passes]
+    canvas, soft = torch.randint(0, 96, (24,)), torch.randn(24, 128)
+    for packed, counts in zip(tokens, passes, strict=True):
+        expected.append(model.encode_packed(packed, plain, counts))
+        expected.append(model.denoise_packed(canvas, soft, plain, [8, 8, 8]))
+        expected.append(model.denoise_packed(canvas, None, plain, [8, 8, 8]))
+    assert prepare(model, torch_ops()) == []
+    fused = FusedNetwork(model, pool, torch_ops())
+    got = []
+    for packed, counts in zip(tokens, passes, strict=True):
+        got.append(fused.encode(packed, batch_over(pool, rows, counts)))
+        for row, n in zip(rows, counts, strict=True):
+            row.advance(n)
+        for given_soft in (soft, torch.zeros_like(soft)):
+            got.append(fused.denoise(canvas, given_soft, batch_over(pool, rows, [8, 8, 8])))
+    for a, b in zip(got, expected, strict=True):
+        assert close(a, b, 1e-4)
+    if kind is None:
+        for row, other in zip(rows, plain, strict=True):
+            for layer in range(3):
+                for a, b in zip(row.last(layer, 11), other.last(layer, 11), strict=True):
+                    torch.testing.assert_close(torch.cat(a, dim=1), torch.cat(b, dim=1), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_with_activations_in_fp8_it_is_as_close_to_the_truth(kind: str) -> None:
+    """It rounds in other places than the plain network, so the two are not the same."""
+    torch.manual_seed(1)
+    model = network(kind)
+    tokens = torch.randint(0, 96, (40,))
+    exact = network()
+    quantised = {name: m for name, m in model.named_modules() if isinstance(m, QuantWeight)}
+    for name, parameter in exact.named_parameters():
+        stored = quantised.get(name)
+        parameter.data = stored.dequantize() if stored else model.get_parameter(name)
+    want = exact.encode_packed(tokens, [CacheRow(CONFIG, 40)], [40])
+    plain = model.encode_packed(tokens, [CacheRow(CONFIG, 40)], [40])
+    pool = CachePool(CONFIG, 1 << 20, torch.float32)
+    assert prepare(model, torch_ops()) == []
+    row, fused = pool.new_row(40), FusedNetwork(model, pool, torch_ops())
+    got = fused.encode(tokens, batch_over(pool, [row], [40]))
+    plain_error, error = (float(((x - want).norm(dim=1) / want.norm(dim=1)).median()) for x in (plain, got))
+    assert 0.01 < error < 1.3 * plain_error < 0.3
+
+
+def test_plain_passes_go_over_the_same_rows() -> None:
+    """What one has encoded the other reads."""
+    torch.manual_seed(2)
+    model, pool = network(), CachePool(CONFIG, 1 << 20, torch.float32)
+    fused, row, plain = FusedNetwork(model, pool, torch_ops()), pool.new_row(60), CacheRow(CONFIG, 60)
+    for count in (9, 17):
+        tokens = torch.randint(0, 96, (count,))
+        model.encode_packed(tokens, [plain], [count])
+        if count == 9:
+            model.encode_packed(tokens, [row], [count])
+        else:
+            fused.encode(tokens, batch_over(pool, [row], [count]))
+            row.advance(count)
+    canvas = torch.randint(0, 96, (8,))
+    want = model.denoise_packed(canvas, None, [plain], [8])
+    assert close(model.denoise_packed(canvas, None, [row], [8]), want, 1e-4)
+    assert close(fused.denoise(canvas, torch.zeros(8, 128), batch_over(pool, [row], [8])), want, 1e-4)
+
+
+# ---- the pool ----------------------------------------------------------------------------------------------------
+
+
+def fill(row: CacheRow, count: int, value: float) -> None:
+    for layer in range(CONFIG.num_hidden_layers):
+        heads, size = CONFIG.layer_heads(layer)
+        at = torch.arange(row.length, row.length + count).float()[None, :, None]
+        row.write(layer, (value + at).expand(heads, -1, size), (-value - at).expand(heads, -1, size))
+    row.advance(count)
+
+
+def same(row: CacheRow, twin: CacheRow) -> bool:
+    for layer in range(CONFIG.num_hidden_layers):
+        count = row.ring if CONFIG.is_sliding(layer) else row.length
+        for a, b in zip(row.last(layer, count), twin.last(layer, count), strict=True):
+            if row.length and not torch.equal(torch.cat(a, dim=1), torch.cat(b, dim=1)):
+                return False
+    return row.length == twin.length
+
+
+@given(st.lists(st.tuples(st.sampled_from("new drop grow fork".split()), st.integers(1, 30)), max_size=40))
+@settings(max_examples=60)
+def test_rows_of_a_pool_are_rows_like_any_other(orders: list[tuple[str, int]]) -> None:
+    """Whatever is made, copied, written and dropped, a row holds what its twin outside the pool holds."""
+    budget = 6 * CacheRow.bytes_for(CONFIG, 60, torch.float32)
+    pool, rows = CachePool(CONFIG, budget, torch.float32), list[tuple[PoolRow, CacheRow]]()
+    held = lambda: sum(row.nbytes for row, _ in rows)  # noqa: E731
+    for step, (order, number) in enumerate(orders):
+        if order in ("new", "fork") and held() + CacheRow.bytes_for(CONFIG, 60, torch.float32) > budget:
+            order = "drop"
+        if order == "new" or (order != "drop" and not rows):
+            size = number + 30
+            rows.append((pool.new_row(size), CacheRow(CONFIG, size)))
+            assert rows[-1][0].nbytes == CacheRow.bytes_for(CONFIG, size, torch.float32)
+        elif order == "drop" and rows:
+            del rows[number % len(rows)]
+        elif order == "fork":
+            row, twin = rows[number % len(rows)]
+            rows.append((row.fork(60), twin.fork(60)))  # type: ignore[arg-type]
+        elif rows:
+            row, twin = rows[number % len(rows)]
+            count = min(number, row.max_length - row.length)
+            if count:
+                fill(row, count, 100.0 * step)
+                fill(twin, count, 100.0 * step)
+        row = twin = None  # who holds a row keeps its memory
+        assert all(same(*pair) for pair in rows)
+
+
+def test_gaps_are_closed_and_offsets_follow() -> None:
+    one = CacheRow.bytes_for(CONFIG, 40, torch.float32)
+    pool = CachePool(CONFIG, 3 * one, torch.float32)
+    rows = [pool.new_row(40) for _ in range(3)]
+    fill(rows[2], 40, 5.0)
+    before = pool.offsets(rows[2:])
+    with pytest.raises(Exception, match="does not fit"):
+        pool.new_row(40)
+    del rows[0]
+    rows.append(pool.new_row(40))
+    assert pool.moves == 2
+    after = pool.offsets(rows[1:2])
+    assert (after < before).all()
+    twin = CacheRow(CONFIG, 40)
+    fill(twin, 40, 5.0)
+    assert same(rows[1], twin)
+    assert before.shape == (3, 1)
