@@ -1,5 +1,6 @@
 """Sudoku as a task: pins, grading by the rules, attempts, and files with mistakes in them."""
 
+import string
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from diffusiongemma.errors import DataError, InputError
 from diffusiongemma.tasks import format
 from diffusiongemma.tasks.evaluation import Variant, evaluate
 from diffusiongemma.tasks.sudoku import (
+    HEAT,
     Sudoku,
     SudokuBoard,
     SudokuCase,
@@ -39,12 +41,26 @@ def test_the_request_is_what_training_showed() -> None:
         request = view.request(engine, case().board, FAST, seed=5)
         encode = engine.tokenizer.encode
         assert list(request.prompt) == format.chat_prompt(encode, "Sudoku\n" + PUZZLE.replace(".", "0"))
-        assert request.pins == {i: encode(c)[0] for i, c in enumerate(PUZZLE) if c != "."}
+        trained = format.fill_canvas([encode(c)[0] if c != "." else -1 for c in PUZZLE], 96)
+        assert request.pins == {i: token for i, token in enumerate(trained) if token != -1}
         p = request.params
-        assert (p.canvas, p.max_new_tokens, p.seed, p.steps) == (96, 81, 5, 2)
-        assert request.forbidden == ()  # the network is free in what it writes
+        assert (p.canvas, p.max_new_tokens, p.seed, p.steps) == (96, 96, 5, 2)
+        assert set(request.forbidden) >= set(engine.tokenizer.special.values())
+        assert not set(request.forbidden) & set(encode(string.printable))  # else the network is free in what it writes
         twin = view.request(engine, case().board, Variant("ar"), seed=5)
         assert (twin.prompt, twin.pins, twin.params.temperature) == (request.prompt, {}, 0.0)
+
+
+def test_the_canvas_is_the_one_of_the_form_that_the_api_offers() -> None:
+    """So a seed gives the same board; tests/serve/test_canvas.py sees that it does."""
+    engine = Oracle(lambda request: SOLUTION)
+    mine = SudokuBoard.of(engine).request(engine, case().board, FAST, seed=5)
+    engine.form(list(mine.prompt), PUZZLE.replace(".", "[[?1]]"), seed=5, steps=2, canvas=96, **HEAT)
+    (theirs,) = engine.asked
+    assert theirs.pins == mine.pins
+    assert theirs.params == mine.params
+    assert theirs.forbidden == mine.forbidden
+    assert set(engine.ends) <= set(mine.forbidden)  # that ours ends at its end makes no other difference
 
 
 def test_givens_stay_in_every_draft_and_in_the_answer() -> None:

@@ -24,10 +24,11 @@ class Denoiser:
     acceptance: Acceptance
     stop: StableAndConfident | None  # None: always run all steps
     constraints: Sequence[Constraint] = ()
+    forget: int = 0  # after every so many steps the next one is not conditioned on what was believed; 0: always is
 
     def start(self, length: int, draws: Draws, device: torch.device | str = "cpu") -> Canvas:
         """A canvas of noise."""
-        return self.resume(draws.tokens(length, self.vocab_size).to(device))
+        return self.resume(draws.tokens(length, self.vocab_size).to(device, non_blocking=True))
 
     def resume(self, tokens: Tensor, step: int = 0) -> Canvas:
         """A canvas that starts from these tokens [L] instead of noise, as if so many steps had been taken."""
@@ -62,6 +63,10 @@ class Denoiser:
             mean_entropy=mean_entropy,
             history=history,
         )
+
+    def forgets(self, canvas: Canvas) -> bool:
+        """Is the next step to read this canvas as it is, without the belief of the steps before?"""
+        return self.forget > 0 and canvas.step % self.forget == 0
 
     def _free(self, length: int) -> Tensor:
         """[L] bool: the positions that no constraint has decided beforehand"""

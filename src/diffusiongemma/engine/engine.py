@@ -17,6 +17,7 @@ from diffusiongemma.diffusion import Draws
 from diffusiongemma.engine.candidates import drain
 from diffusiongemma.engine.edit import EditResult, Span, edit_stream
 from diffusiongemma.engine.events import Commit, End, Event, Result, TokenLogprob
+from diffusiongemma.engine.fast import choose_runner
 from diffusiongemma.engine.fill import FillResult, Template, fill_stream
 from diffusiongemma.engine.form import form_stream
 from diffusiongemma.engine.infill import InfillResult, infill_stream
@@ -49,7 +50,10 @@ class Engine:
         params: SamplingParams | None = None,
         ends: Iterable[int] = (),
         limits: Limits | None = None,
+        kernels: bool | None = None,
+        runner: Runner | None = None,
     ) -> None:
+        """`kernels`: Triton kernels and CUDA graphs; None: where they can run. `runner`: one that was made already."""
         if tokenizer.vocab_size > model.config.vocab_size:
             raise TokenizerError(
                 f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {model.config.vocab_size}: "
@@ -62,7 +66,7 @@ class Engine:
         pairs = (("<|channel>", "<channel|>"), ("<|tool_call>", "<tool_call|>"))
         self._pairs = [(special[a], special[b]) for a, b in pairs if a in special and b in special]
         self._limits = limits or Limits()
-        self.scheduler = Scheduler(model.config, Runner(model), self._limits)
+        self.scheduler = Scheduler(model.config, runner or choose_runner(model, self._limits, kernels), self._limits)
         self.worker = Worker(self.scheduler)
         # The thread would keep the model alive, and must not be ended by force when Python exits.
         weakref.finalize(self, self.worker.close)
@@ -78,17 +82,18 @@ class Engine:
         group: int | None = None,
         revision: str | None = None,
         limits: Limits | None = None,
+        kernels: bool | None = None,
         progress: bool | None = None,
     ) -> Engine:
         """`name`: "nano" (embedded), a checkpoint folder, a hub id, or "random:PRESET" (random weights, for trials).
 
-        `quantize`, `group`: as for `load_model`.
+        `quantize`, `group`: as for `load_model`. `kernels`: as for `Engine`.
         """
         if revision is not None and (str(name) == "nano" or str(name).startswith(RANDOM)):
             raise CheckpointError(f"revision has no effect on {name}: it is for models of the hub")
         if isinstance(name, str) and name.startswith(RANDOM):
             options: dict[str, Any] = {"device": device, "dtype": dtype, "quantize": quantize, "group": group}
-            return cls.random(name.removeprefix(RANDOM), limits=limits, **options)
+            return cls.random(name.removeprefix(RANDOM), limits=limits, kernels=kernels, **options)
         embedded = ASSETS / str(name)
         if str(name) == "nano" and not embedded.is_dir():
             raise CheckpointError("the embedded model 'nano' is not part of this build; try 'random:tiny' or a folder")
@@ -96,7 +101,8 @@ class Engine:
         model = load_model(folder, device, dtype, quantize=quantize, group=group, progress=progress)
         params, ends = released_params(folder)
         tokenizer, template = Tokenizer.from_pretrained(folder), ChatTemplate.find(folder)
-        return cls(model, tokenizer, template, name=str(name), params=params, ends=ends, limits=limits)
+        options = {"name": str(name), "params": params, "ends": ends, "limits": limits, "kernels": kernels}
+        return cls(model, tokenizer, template, **options)
 
     @classmethod
     def random(
@@ -110,6 +116,7 @@ class Engine:
         quantize: str | None = None,
         group: int | None = None,
         limits: Limits | None = None,
+        kernels: bool | None = None,
     ) -> Engine:
         """Random weights and a tokenizer of bytes: it writes noise, but it runs everywhere and at once."""
         if preset not in PRESETS:
@@ -118,13 +125,15 @@ class Engine:
         if quantize in (None, "none"):
             if group is not None:
                 raise ConfigError(f"group={group} has no effect without quantize='int4': leave it out")
-            with where:
-                model = DiffusionGemma(config).init_weights(seed, std)
-            model = model.to(pick_dtype(dtype, where, [])).eval().requires_grad_(False)
+            kind = pick_dtype(dtype, where, [])
+            if where.type == "cpu":
+                model = DiffusionGemma(config).init_weights(seed, std).to(kind).eval().requires_grad_(False)
+            else:  # made as it will be: in float32, a large one would not fit
+                model = random_network(config, None, where, kind, seed, std)
         else:
             scheme = Scheme.parse(quantize, group)
             model = random_network(config, scheme, where, pick_dtype(dtype, where, []), seed, std)
-        return cls(model, byte_tokenizer(), name=f"{RANDOM}{preset}", limits=limits)
+        return cls(model, byte_tokenizer(), name=f"{RANDOM}{preset}", limits=limits, kernels=kernels)
 
     # ---- asking ------------------------------------------------------------------------------------------------------
 

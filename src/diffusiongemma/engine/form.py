@@ -79,12 +79,12 @@ def _plan(
         for length, text in zip(lengths[i % len(lengths)], fixed[1:], strict=True):
             segments += [length, text]
         taken = sum(part if isinstance(part, int) else len(part) for part in segments)
-        one = canvas_try(engine, prompt, [*segments, _ending(engine, wide - taken)], mine, drafts)
+        one = canvas_try(engine, prompt, [*segments, ending(engine, wide - taken)], mine, drafts)
         tries.append(one)
     return tries
 
 
-def _ending(engine: Engine, count: int) -> list[int]:
+def ending(engine: Engine, count: int) -> list[int]:
     """What a canvas holds behind an answer: its end, then padding."""
     special = engine.tokenizer.special
     end = special.get("eos", engine.ends[0] if engine.ends else None)

@@ -36,6 +36,7 @@ class SamplingParams:
     stability: int = 1
     confidence: float = 0.005
     early_stop: bool = True
+    forget: int = 0  # after so many steps, and again, an unsettled canvas goes on without its belief; 0: never
     canvas: int | Literal["adaptive"] | None = None  # None: the model's own width, nothing dropped
     redo: int = 0  # how often a block that came out as garbage is done again
 
@@ -75,6 +76,7 @@ class SamplingParams:
             found.append(f"mode must be 'diffusion' or 'ar', got {self.mode!r}")
         ranges: dict[str, tuple[int, int]] = {
             "max_new_tokens": (1, 1 << 20), "steps": (1, 10_000), "stability": (0, 1000), "redo": (0, 100),
+            "forget": (0, 10_000),
         }  # fmt: skip
         for name, (low, high) in ranges.items():
             value = getattr(self, name)
@@ -111,7 +113,7 @@ class SamplingParams:
 
 _AR_ONLY = frozenset({"temperature", "top_p"})
 _DIFFUSION_ONLY = frozenset(
-    "steps t_min t_max entropy_bound threshold stability confidence early_stop canvas redo".split()
+    "steps t_min t_max entropy_bound threshold stability confidence early_stop forget canvas redo".split()
 )
 
 

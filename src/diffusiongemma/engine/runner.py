@@ -7,6 +7,7 @@ lengths share it without padding.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -29,11 +30,11 @@ class Runner:
         """Encode the next tokens of these sequences; those that draw get their next token from it."""
         rows = [_row(sequence) for sequence, _ in work]
         counts = [len(tokens) for _, tokens in work]
-        packed = torch.tensor([token for _, tokens in work for token in tokens], device=self.device)
-        hidden = self.model.encode_packed(packed, rows, counts)
-        last = torch.tensor(counts, device=self.device).cumsum(0) - 1
+        packed = torch.tensor([token for _, tokens in work for token in tokens])
+        hidden = self._encode(packed, rows, counts)
+        last = (end - 1 for end in accumulate(counts))
         drawing = []
-        for at, (sequence, _) in zip(last.tolist(), work, strict=True):
+        for at, (sequence, _) in zip(last, work, strict=True):
             sequence.metrics.encoder_forwards += 1
             if sequence.to_encode == 0:
                 if sequence.params.mode == "ar":
@@ -48,18 +49,22 @@ class Runner:
                 token, logprob = draw_token(row, sequence.params, sequence.draws.uniforms(1))
                 sequence.drawn(token, logprob)
 
+    def _encode(self, tokens: Tensor, rows: list[CacheRow], counts: list[int]) -> Tensor:
+        """tokens [N], on the CPU -> hidden [N, D]; the rows grow by them"""
+        return self.model.encode_packed(tokens.to(self.device), rows, counts)
+
     @torch.inference_mode()
     def denoise(self, sequences: Seq[Sequence]) -> None:
         """One step of each of these canvases."""
-        canvases = [_canvas(sequence) for sequence in sequences]
+        canvases = [_canvas(sequence).to(self.device) for sequence in sequences]
         counts = [tokens.shape[0] for tokens in canvases]
         rows = [_row(sequence) for sequence in sequences]
         hidden = self.model.denoise_packed(torch.cat(canvases), self._soft(sequences, counts), rows, counts)
         logits = self.model.logits(hidden)
         going_on = []
-        for sequence, part in zip(sequences, logits.split(counts), strict=True):
+        for sequence, canvas, part in zip(sequences, canvases, logits.split(counts), strict=True):
             if sequence.phase == "score":
-                sequence.scored(_likelihood(part, _canvas(sequence), sequence.to_score))
+                sequence.scored(_likelihood(part, canvas, sequence.to_score))
             elif sequence.stepped(part):
                 going_on.append((sequence, part))
         if going_on:
@@ -67,7 +72,9 @@ class Runner:
             kept = [part[: len(_canvas(sequence))] for sequence, part in going_on]
             softs = self.model.mean_embed(kept[0] if len(kept) == 1 else torch.cat(kept))
             for (sequence, _), soft in zip(going_on, softs.split([len(part) for part in kept]), strict=True):
-                sequence.soft = soft
+                assert sequence.canvas is not None
+                assert sequence.denoiser is not None
+                sequence.soft = None if sequence.denoiser.forgets(sequence.canvas) else soft
 
     def _soft(self, sequences: Seq[Sequence], counts: list[int]) -> Tensor | None:
         """[N, D] what the canvases are conditioned on; zeros for those on their first step."""

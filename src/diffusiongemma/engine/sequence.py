@@ -75,7 +75,7 @@ class Sequence:
         self._settled_end: int | None = None
         self._made = time.perf_counter()
         self._done_reason: FinishReason | None = None
-        self._denoiser: Denoiser | None = None
+        self.denoiser: Denoiser | None = None  # of the present canvas
 
     # ---- what the scheduler asks -------------------------------------------------------------------------------------
 
@@ -135,9 +135,13 @@ class Sequence:
     def stepped(self, logits: Tensor) -> bool:
         """logits [L, V] of the canvas, overwritten by probabilities -> does another step follow?"""
         assert self.canvas is not None
-        assert self._denoiser is not None
+        assert self.denoiser is not None
         raw = logits.clone() if self.params.logprobs is not None else None
-        self.canvas = self._denoiser.step(self.canvas, logits, self.draws)
+        return self.took(self.denoiser.step(self.canvas, logits, self.draws), raw)
+
+    def took(self, canvas: Canvas, raw: Tensor | None = None) -> bool:
+        """The canvas is one step further -> does another follow? `raw` [L, V]: its logits, if somebody wants them."""
+        self.canvas = canvas
         self.metrics.steps += 1
         self.metrics.decoder_forwards += 1
         self.metrics.positions += len(self.canvas)
@@ -198,12 +202,13 @@ class Sequence:
         assert self.row is not None
         device = self.row.keys[0].device
         width = self._width(self.params.max_new_tokens - len(self.reply))
-        self._denoiser = self._make_denoiser(width)
+        self.denoiser = self._make_denoiser(width)
         start = self.request.start if not self.reply and not self._redos else None
         if start is None:
-            self.canvas = self._denoiser.start(width, self.draws, device)
+            self.canvas = self.denoiser.start(width, self.draws, device)
         else:
-            self.canvas = self._denoiser.resume(torch.tensor(start, device=device), self.request.start_step)
+            tokens = torch.tensor(start).to(device, non_blocking=True)
+            self.canvas = self.denoiser.resume(tokens, self.request.start_step)
         self.soft, self._settled_end = None, None
         self.phase = "denoise"
 
@@ -225,9 +230,8 @@ class Sequence:
         pins = {at - offset: token for at, token in self.request.pins.items() if offset <= at < offset + width}
         if pins:
             constraints.append(Pins(pins))
-        return Denoiser(
-            self.config.vocab_size, LinearTemperature(p.t_min, p.t_max, p.steps), acceptance, stop, constraints
-        )
+        schedule = LinearTemperature(p.t_min, p.t_max, p.steps)
+        return Denoiser(self.config.vocab_size, schedule, acceptance, stop, constraints, p.forget)
 
     def _finish_block(self, raw: Tensor | None) -> None:
         canvas = self.canvas

@@ -1,0 +1,210 @@
+"""Canvases of one width that step together, on the device: a board, a recorded step for every number of them.
+
+Between two steps the host only learns what came out; tokens, conditioning and counters stay where they are. A step may
+be launched before the results of the one before it have been read (`Lane.launch` twice): should a canvas turn out to
+have been done, its further step is thrown away, for a step writes nothing but the board.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from diffusiongemma.diffusion import Canvas
+from diffusiongemma.diffusion.batch import Board, Outcome, ruled
+from diffusiongemma.engine.graphs import Mailbox, Recorder, Work
+from diffusiongemma.engine.sequence import Sequence
+from diffusiongemma.model.fused import Batch, FusedNetwork
+from diffusiongemma.model.pool import PoolRow
+from diffusiongemma.ops.attention_cached import New
+
+WARM = 0.4  # where no canvas gets colder than that, the vocabulary end has less to do
+HOPE = 4.0  # a canvas whose mean entropy is this many times what would end it is not expected to end with the next step
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a step is recorded for."""
+
+    rows: int
+    reach: int  # `CachePool.reach_for` the longest cache row
+    obeying: bool = False  # some canvas has pins or banned tokens
+    warm: bool = True  # none gets colder than WARM
+
+    def __str__(self) -> str:
+        rules = " with pins or banned tokens" if self.obeying else ""
+        return f"a step of {self.rows} over {self.reach} tokens{rules}{'' if self.warm else ', cold'}"
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A step under way."""
+
+    passengers: list[tuple[Sequence, Canvas]]
+    arrive: Callable[[], Tensor]  # waits; [B, 3 L + 2]
+
+
+class Lane:
+    def __init__(self, network: FusedNetwork, recorder: Recorder, rows: int, width: int) -> None:
+        config, device = network.config, network.device
+        self.network, self.recorder, self.width = network, recorder, width
+        self.board = Board.empty(rows, width, config.hidden_size, config.vocab_size, network.dtype, device)
+        self.offsets = torch.zeros(config.num_hidden_layers, rows, dtype=torch.int32, device=device)
+        self.length = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._within = torch.arange(width, dtype=torch.int32, device=device)
+        self._begin = torch.arange(0, rows * width + 1, width, dtype=torch.int32, device=device)
+        self._mailbox = Mailbox(self.board.out)
+        self._steps: dict[Kind, Work] = {}
+        self._seats: list[tuple[Sequence, Canvas]] = []  # who has which row of the board, and at which canvas
+        self._rows: list[tuple[int, int, int]] = []  # where the cache row of each lies, as the device knows it
+        self._moves = -1
+        self.flights: list[Flight] = []
+
+    # ---- seats -------------------------------------------------------------------------------------------------------
+
+    @property
+    def passengers(self) -> list[Sequence]:
+        return [sequence for sequence, _ in self._seats]
+
+    def seat(self, sequences: list[Sequence]) -> None:
+        """Give these the first rows of the board, keeping who has one; no step may be under way."""
+        assert not self.flights
+        wanted = {id(sequence) for sequence in sequences}
+        for row in reversed(range(len(self._seats))):
+            if id(self._seats[row][0]) not in wanted:
+                last = self._seats.pop()
+                if row < len(self._seats):
+                    self.board.swap_in(len(self._seats), row)
+                    self._seats[row] = last
+        seated = {id(sequence): row for row, (sequence, _) in enumerate(self._seats)}
+        for sequence in sequences:
+            canvas, denoiser = sequence.canvas, sequence.denoiser
+            assert canvas is not None
+            assert denoiser is not None
+            row = seated.get(id(sequence), len(self._seats))
+            if row == len(self._seats):
+                self._seats.append((sequence, canvas))
+            elif self._seats[row][1] is canvas:
+                continue  # the board has it as it left it
+            self._seats[row] = (sequence, canvas)
+            soft = None if sequence.soft is None else sequence.soft[: self.width]
+            self.board.put(row, denoiser, canvas, soft, sequence.metrics.seed, sequence.metrics.steps)
+        self._tell_rows()
+
+    def _tell_rows(self) -> None:
+        """Where the cache rows lie and how long they are, if the device does not know it."""
+        rows = [sequence.row for sequence, _ in self._seats]
+        pooled = [row for row in rows if isinstance(row, PoolRow)]
+        assert len(pooled) == len(rows)
+        # Not the rows themselves: held here, they would not be free.
+        known = [(row.start, row.max_length, row.length) for row in pooled]
+        pool = self.network.pool
+        if known == self._rows and self._moves == pool.moves:
+            return
+        self._rows, self._moves = known, pool.moves
+        self.offsets[:, : len(rows)].copy_(pool.offsets(pooled), non_blocking=True)
+        lengths = torch.tensor([row.length for row in pooled], dtype=torch.int32)
+        self.length[: len(rows)].copy_(lengths, non_blocking=True)
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
+
+    def launch(self) -> None:
+        """One step of all that are seated."""
+        kind = self.kind()
+        self.recorded(kind)()
+        self.flights.append(Flight(list(self._seats), self._mailbox.send(self.board.out[: kind.rows])))
+
+    def kind(self) -> Kind:
+        """The step that those who are seated need."""
+        denoisers = [s.denoiser for s, _ in self._seats if s.denoiser is not None]
+        longest = max(length for _, _, length in self._rows)
+        return Kind(
+            len(self._seats),
+            self.network.pool.reach_for(longest),
+            any(ruled(denoiser) for denoiser in denoisers),
+            all(denoiser.schedule.t_min >= WARM for denoiser in denoisers),
+        )
+
+    def recorded(self, kind: Kind) -> Work:
+        """The step of this kind, ready to be replayed."""
+        if kind not in self._steps:
+            board = self.board
+            changed = (board.tokens, board.soft, board.previous, board.counts, board.out)
+            self._steps[kind] = self.recorder.record(f"{kind}", partial(self.step, kind), changed)
+        return self._steps[kind]
+
+    @torch.inference_mode()
+    def step(self, kind: Kind) -> None:
+        """Everything between two states of the board: network, vocabulary end, sampler, stop decision."""
+        network, board, config, rows = self.network, self.board, self.network.config, kind.rows
+        length = self.length[:rows]
+        positions = (length[:, None] + self._within).flatten()
+        new = New(self._begin[: rows + 1], self.width)
+        batch = Batch(self.offsets[:, :rows], length, positions, new, kind.reach)
+        hidden = network.denoise(board.tokens[:rows].flatten(), board.soft[:rows].flatten(0, 1), batch)
+        uniform, noise = board.draws(rows, config.vocab_size, network.ops.draws)
+        rules = board.rules(rows, uniform, kind.obeying)
+        ends = (config.final_logit_softcapping, network.embed_scale)
+        reading = network.ops.vocab_end(hidden, network.table, rules, *ends, coldest=WARM if kind.warm else None)
+        board.decide(rows, reading, noise)
+
+    def land(self) -> None:
+        """Wait for the oldest step under way, and tell its passengers."""
+        flight = self.flights.pop(0)
+        results = flight.arrive()
+        for row, (sequence, before) in enumerate(flight.passengers):
+            # It may have been cancelled, or the step before may have been its last.
+            if sequence.phase != "denoise" or sequence.canvas is not before:
+                continue
+            canvas = self._after(sequence, before, Outcome.read(results[row]), row)
+            if sequence.took(canvas):
+                self._follow(before, canvas)
+
+    def _after(self, sequence: Sequence, before: Canvas, outcome: Outcome, row: int) -> Canvas:
+        denoiser = sequence.denoiser
+        assert denoiser is not None
+        history: tuple[Tensor, ...] = ()
+        if denoiser.stop is not None and denoiser.stop.stability:
+            history = (*before.history, outcome.argmax)[-denoiser.stop.stability :]
+        tokens = outcome.argmax  # those that the next step reads stay on the board
+        if sequence.params.canvas == "adaptive":  # it may be cut, and then goes on in another lane
+            tokens, sequence.soft = self.board.take(row)
+        return Canvas(
+            tokens, before.step + 1, outcome.done, outcome.argmax, outcome.entropy, outcome.accepted, None,
+            outcome.mean_entropy, history,
+        )  # fmt: skip
+
+    def _follow(self, before: Canvas, canvas: Canvas) -> None:
+        """The board holds this canvas now; so will what is under way."""
+        for seats in (self._seats, *(flight.passengers for flight in self.flights)):
+            for row, (sequence, known) in enumerate(seats):
+                if known is before:
+                    seats[row] = (sequence, canvas)
+
+    def discard(self) -> None:
+        """Nobody waits for what is under way any more."""
+        self.flights.clear()
+
+    def expected(self) -> list[Sequence]:
+        """Who waits for the oldest step under way."""
+        passengers = self.flights[0].passengers if self.flights else []
+        return [s for s, canvas in passengers if s.phase == "denoise" and s.canvas is canvas]
+
+    def certain_to_go_on(self) -> bool:
+        """Is no canvas expected to be done with the step that is under way?"""
+        return all(_goes_on(sequence, canvas) for sequence, canvas in self._seats)
+
+
+def _goes_on(sequence: Sequence, canvas: Canvas) -> bool:
+    denoiser = sequence.denoiser
+    assert denoiser is not None
+    if sequence.cancelled or sequence.params.canvas == "adaptive" or sequence.canvas is not canvas:
+        return False
+    if canvas.step + 2 > denoiser.schedule.steps:
+        return False
+    stop = denoiser.stop
+    return stop is None or canvas.mean_entropy > HOPE * stop.confidence

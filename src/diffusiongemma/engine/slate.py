@@ -1,0 +1,77 @@
+"""Encoding on the device: prompts and committed blocks, packed, through a recorded pass of a few fixed sizes.
+
+What is shorter than the recorded size is filled up with tokens that belong to no row: they are computed, and nothing is
+kept of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from diffusiongemma.engine.graphs import Recorder, Work
+from diffusiongemma.model.cache import CacheRow
+from diffusiongemma.model.fused import Batch, FusedNetwork
+from diffusiongemma.model.pool import PoolRow
+from diffusiongemma.ops.attention_cached import New
+
+LEAST = 64  # tokens of the smallest recorded pass; each further one has twice as many
+
+
+class Slate:
+    def __init__(self, network: FusedNetwork, recorder: Recorder, rows: int, tokens: int) -> None:
+        """For at most so many rows and tokens in one pass."""
+        config, device = network.config, network.device
+        self.network, self.recorder, self.most_rows, self.most_tokens = network, recorder, rows, tokens
+        room = self.size_for(tokens)
+        self.tokens = torch.zeros(room, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(room, dtype=torch.int32, device=device)
+        self.offsets = torch.zeros(config.num_hidden_layers, rows, dtype=torch.int32, device=device)
+        self.length = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.begin = torch.zeros(rows + 1, dtype=torch.int32, device=device)
+        self.hidden = torch.zeros(room, config.hidden_size, dtype=network.dtype, device=device)
+        self._passes: dict[tuple[int, int, int], Work] = {}
+
+    def size_for(self, tokens: int) -> int:
+        return max(LEAST, 1 << (tokens - 1).bit_length())
+
+    def encode(self, tokens: Tensor, rows: Sequence[CacheRow], counts: Sequence[int]) -> Tensor:
+        """tokens [N], on the CPU -> hidden [N, D], overwritten by the next pass; the rows grow by them"""
+        pooled = [row for row in rows if isinstance(row, PoolRow)]
+        assert len(pooled) == len(rows) <= self.most_rows
+        total = tokens.shape[0]
+        size = self.size_for(total)
+        at = [torch.arange(row.length, row.length + n, dtype=torch.int32) for row, n in zip(rows, counts, strict=True)]
+        # One row is a case of its own: a pass for many looks for work in each of them.
+        lines = 1 if len(rows) == 1 else self.most_rows
+        begin = torch.tensor([0, *counts, *[0] * (lines - len(rows))]).cumsum(0).int()
+        lengths = torch.zeros(lines, dtype=torch.int32)
+        lengths[: len(rows)] = torch.tensor([row.length for row in rows])
+        self.tokens[:total].copy_(tokens, non_blocking=True)
+        self.positions[:total].copy_(torch.cat(at), non_blocking=True)
+        self.length[:lines].copy_(lengths, non_blocking=True)
+        self.offsets[:, : len(rows)].copy_(self.network.pool.offsets(pooled), non_blocking=True)
+        longest = max(row.length + count for row, count in zip(rows, counts, strict=True))
+        work = self.recorded(lines, size, self.network.pool.reach_for(longest))
+        self.begin[: lines + 1].copy_(begin, non_blocking=True)
+        work()
+        for row, count in zip(rows, counts, strict=True):
+            row.advance(count)
+        return self.hidden[:total]
+
+    def recorded(self, rows: int, size: int, reach: int) -> Work:
+        key = (rows, size, reach)
+        if key not in self._passes:
+            self.begin.zero_()  # recording runs the pass, which must not write into anybody's row
+            name = f"encoding {size} tokens, up to {reach}"
+            self._passes[key] = self.recorder.record(name, partial(self._encode, rows, size, reach))
+        return self._passes[key]
+
+    @torch.inference_mode()
+    def _encode(self, rows: int, size: int, reach: int) -> None:
+        new = New(self.begin[: rows + 1], size)
+        batch = Batch(self.offsets[:, :rows], self.length[:rows], self.positions[:size], new, reach)
+        self.hidden[:size].copy_(self.network.encode(self.tokens[:size], batch))

@@ -1,0 +1,173 @@
+"""A board of canvases against one `Denoiser` a canvas, fed the same chance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from diffusiongemma.diffusion import (
+    Canvas,
+    ConfidenceThreshold,
+    Denoiser,
+    EntropyBound,
+    Forbidden,
+    LinearTemperature,
+    Pins,
+    SeededDraws,
+    StableAndConfident,
+)
+from diffusiongemma.diffusion.batch import Board, Outcome, ruled, unfit
+from diffusiongemma.ops import vocab
+
+WIDTH, VOCAB, HIDDEN = 12, 40, 4
+TABLE = vocab.Table(torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(0)))
+
+
+@dataclass
+class Given:
+    """Chance as somebody else has drawn it."""
+
+    uniform: Tensor
+    noise: Tensor
+
+    def uniforms(self, count: int) -> Tensor:
+        return self.uniform[:count]
+
+    def tokens(self, count: int, vocab_size: int) -> Tensor:
+        return self.noise[:count]
+
+
+rules = st.one_of(st.floats(0.01, 8.0).map(EntropyBound), st.floats(0.05, 1.0).map(ConfidenceThreshold))
+stops = st.none() | st.builds(StableAndConfident, st.integers(0, 3), st.floats(0.01, 3.0))
+pins = st.dictionaries(st.integers(0, WIDTH - 1), st.integers(0, VOCAB - 1), min_size=1).map(Pins)
+forbidden = st.lists(st.integers(0, VOCAB - 2), min_size=1, max_size=9).map(lambda t: Forbidden(tuple(t)))
+early = st.builds(Forbidden, st.just((1, 2)), st.integers(1, WIDTH))
+constraints = st.tuples(st.none() | forbidden, st.none() | early, st.none() | pins).map(
+    lambda found: [c for c in found if c is not None]
+)
+schedules = st.builds(LinearTemperature, st.floats(0.1, 0.5), st.floats(0.5, 2.0), st.integers(1, 7))
+denoisers = st.builds(Denoiser, st.just(VOCAB), schedules, rules, stops, constraints, st.integers(0, 3))
+
+
+def logits_at(seed: int, step: int, scale: float) -> Tensor:
+    """They settle as steps go on, so that canvases stop for every reason."""
+    torch.manual_seed(seed)
+    settled = torch.randn(WIDTH, VOCAB)
+    torch.manual_seed(seed + step)
+    return scale * (settled * (1 + step) + torch.randn(WIDTH, VOCAB) / (1 + step))
+
+
+def step_all(board: Board, rows: int, logits: list[Tensor], ban: bool) -> Given:
+    uniform, noise = board.draws(rows, VOCAB, vocab.draws)
+    reading = vocab.read(torch.cat(logits), TABLE, board.rules(rows, uniform, ban), 2.0, torch.float32)
+    board.decide(rows, reading, noise)
+    return Given(uniform.view(rows, -1), noise.view(rows, -1))
+
+
+@given(
+    st.lists(st.tuples(denoisers, st.integers(0, 10**6), st.sampled_from([0.3, 1.0, 4.0])), min_size=1, max_size=4),
+    st.booleans(),
+)
+@settings(max_examples=60)
+def test_a_board_goes_the_way_of_its_denoisers(asked: list[tuple[Denoiser, int, float]], moved: bool) -> None:
+    rows = len(asked)
+    board = Board.empty(rows + 1, WIDTH, HIDDEN, VOCAB, torch.float32)
+    canvases: list[Canvas] = []
+    for row, (denoiser, seed, _) in enumerate(asked):
+        assert unfit(denoiser) is None
+        canvases.append(denoiser.start(WIDTH, SeededDraws(seed)))
+        first = rows if moved and row == 0 else row  # it comes from another row, with all that belongs to it
+        board.put(first, denoiser, canvases[row], None, seed, drawn=0)
+    if moved:
+        board.swap_in(rows, 0)
+    ban = any(ruled(denoiser) for denoiser, _, _ in asked)
+    for step in range(max(denoiser.schedule.steps for denoiser, _, _ in asked)):
+        logits = [logits_at(seed, step, scale) for _, seed, scale in asked]
+        chance = step_all(board, rows, logits, ban)
+        for row, (denoiser, _, _) in enumerate(asked):
+            if canvases[row].done:
+                continue
+            draws = Given(chance.uniform[row], chance.noise[row])
+            canvas = canvases[row] = denoiser.step(canvases[row], logits[row].clone(), draws)
+            outcome = Outcome.read(board.out[row])
+            assert torch.equal(outcome.argmax, canvas.argmax)
+            assert torch.equal(outcome.accepted, canvas.accepted)
+            assert torch.equal(board.tokens[row], canvas.tokens)
+            torch.testing.assert_close(outcome.entropy, canvas.entropy, atol=1e-5, rtol=1e-4)
+            assert outcome.mean_entropy == pytest.approx(canvas.mean_entropy, abs=1e-5, rel=1e-4)
+            assert outcome.done == canvas.done
+            assert bool((board.soft[row] == 0).all()) == denoiser.forgets(canvas)
+
+
+def test_chance_is_a_rows_own() -> None:
+    denoiser = Denoiser(VOCAB, LinearTemperature(0.4, 0.8, 9), EntropyBound(0.1), None)
+    boards = [Board.empty(rows, WIDTH, HIDDEN, VOCAB, torch.float32) for rows in (1, 3)]
+    canvas = denoiser.start(WIDTH, SeededDraws(5))
+    for row, seed in enumerate((7, 8, 9)):
+        boards[1].put(row, denoiser, canvas, None, seed, drawn=4)
+    boards[0].put(0, denoiser, canvas, None, 9, drawn=4)
+    alone, together = (board.draws(board.rows, VOCAB, vocab.draws) for board in boards)
+    for a, b in zip(alone, together, strict=True):
+        assert torch.equal(a, b.view(3, -1)[2])
+        assert not torch.equal(a, b.view(3, -1)[1])
+    boards[0].counts[1] += 1
+    assert not torch.equal(alone[0], boards[0].draws(1, VOCAB, vocab.draws)[0])
+
+
+@pytest.mark.parametrize("stability", [1, 2, 3])
+def test_a_canvas_goes_on_where_another_way_has_brought_it(stability: int) -> None:
+    """Three steps by the denoiser, the rest on a board: it stops when it would have stopped."""
+    denoiser = Denoiser(VOCAB, LinearTemperature(0.4, 0.8, 12), EntropyBound(0.5), StableAndConfident(stability, 0.5))
+    canvas = denoiser.start(WIDTH, SeededDraws(1))
+    soft = torch.randn(WIDTH, HIDDEN)
+    board = Board.empty(1, WIDTH, HIDDEN, VOCAB, torch.float32)
+    ends = []
+    for step in range(12):
+        logits = logits_at(3, step, 1.0)
+        if step == 3:
+            board.put(0, denoiser, canvas, soft, 1, drawn=step)
+            assert torch.equal(board.take(0)[1], soft)
+        if step >= 3:
+            chance = step_all(board, 1, [logits], False)
+            draws: object = Given(chance.uniform[0], chance.noise[0])
+            ends.append(Outcome.read(board.out[0]).done)
+        canvas = denoiser.step(canvas, logits.clone(), draws if step >= 3 else SeededDraws(step))  # type: ignore[arg-type]
+        if step >= 3:
+            assert ends[-1] == canvas.done
+            assert torch.equal(board.take(0)[0], canvas.tokens)
+        if canvas.done:
+            break
+    assert 3 < step < 11  # it did stop early, and on the board
+
+
+def test_a_belief_is_forgotten_row_by_row() -> None:
+    """As `Denoiser.forgets` says it; after its step, a row's soft embeddings are zeros."""
+    board = Board.empty(3, WIDTH, HIDDEN, VOCAB, torch.float32)
+    asked = [Denoiser(VOCAB, LinearTemperature(0.4, 0.8, 9), EntropyBound(0.1), None, forget=n) for n in (0, 2, 3)]
+    canvases = [denoiser.start(WIDTH, SeededDraws(1)) for denoiser in asked]
+    for row, denoiser in enumerate(asked):
+        board.put(row, denoiser, canvases[row], None, row, drawn=0)
+    for step in range(7):
+        logits = logits_at(1, step, 1.0)
+        chance = step_all(board, 3, [logits] * 3, False)
+        for row, denoiser in enumerate(asked):
+            draws = Given(chance.uniform[row], chance.noise[row])
+            canvases[row] = denoiser.step(canvases[row], logits.clone(), draws)
+            assert bool((board.soft[row] == 0).all()) == denoiser.forgets(canvases[row])
+
+
+def test_what_a_board_cannot_hold() -> None:
+    class Other:
+        pass
+
+    schedule = LinearTemperature(0.4, 0.8, 2)
+    assert unfit(Denoiser(VOCAB, schedule, EntropyBound(1.0), None, [Pins({0: 1})])) is None
+    assert "Other" in str(unfit(Denoiser(VOCAB, schedule, EntropyBound(1.0), None, [Other()])))  # type: ignore[list-item]
+    several = [Forbidden((1,), 3), Forbidden((2,), 5)]
+    assert "several" in str(unfit(Denoiser(VOCAB, schedule, EntropyBound(1.0), None, several)))
+    assert "Other" in str(unfit(Denoiser(VOCAB, schedule, Other(), None)))  # type: ignore[arg-type]

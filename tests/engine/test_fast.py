@@ -1,0 +1,172 @@
+"""The fast runner against the plain one, without a card: torch twins for kernels, functions for graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diffusiongemma.engine import End, Engine, Limits, Request, SamplingParams
+from diffusiongemma.engine.fast import FastRunner, choose_runner
+from diffusiongemma.engine.runner import Runner
+from diffusiongemma.errors import DeviceError
+from diffusiongemma.model import CacheRow
+from engine.runners import CONFIG, SMALL, BoardDraws, fast_engine, make_model, plain_engine, told
+
+options = st.fixed_dictionaries(
+    {"max_new_tokens": st.integers(1, 40), "seed": st.integers(0, 2**40), "steps": st.integers(1, 7)},
+    optional={
+        "t_max": st.floats(0.5, 2.0),
+        "entropy_bound": st.floats(0.01, 8.0),
+        "confidence": st.floats(0.001, 5.0),
+        "stability": st.integers(0, 2),
+        "early_stop": st.booleans(),
+        "canvas": st.sampled_from([None, "adaptive", 1, 5, 16]),
+        "redo": st.integers(0, 2),
+        "forget": st.integers(0, 3),
+        "stop_tokens": st.lists(st.integers(107, 383), max_size=2),
+    },
+)
+pins = st.dictionaries(st.integers(0, 20), st.integers(3, 383), max_size=4)
+forbidden = st.lists(st.integers(0, 383), max_size=4).map(tuple)
+prompts = st.lists(st.integers(3, 383), min_size=1, max_size=40).map(tuple)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> Request:
+    params = SamplingParams.build(**draw(options))
+    held = {at: token for at, token in draw(pins).items() if at < params.max_new_tokens}
+    banned = tuple(t for t in draw(forbidden) if t not in held.values())
+    return Request(draw(prompts), params, held, forbidden=banned)
+
+
+@given(st.lists(requests(), min_size=1, max_size=4), st.booleans())
+@settings(max_examples=10)
+def test_it_says_what_the_plain_runner_says(asked: list[Request], ahead: bool) -> None:
+    with fast_engine(Limits(chunk=16, max_bytes=SMALL), ahead=ahead) as engine:
+        handles = [engine.submit(request) for request in asked]
+        got = [told(handle) for handle in handles]
+    with plain_engine() as engine:
+        for request, events in zip(asked, got, strict=True):
+            assert request.params.seed is not None
+            alone = told(engine.submit(request, draws=BoardDraws(request.params.seed)))
+            assert events == alone
+
+
+@given(st.lists(requests(), min_size=2, max_size=5))
+@settings(max_examples=5)
+def test_alone_and_in_a_batch(asked: list[Request]) -> None:
+    limits = Limits(chunk=16, max_rows=3, max_bytes=SMALL)
+    with fast_engine(limits) as engine:
+        handles = [engine.submit(request) for request in asked]
+        together = [told(handle) for handle in handles]
+    with fast_engine(limits) as engine:
+        for request, events in zip(asked, together, strict=True):
+            assert told(engine.submit(request)) == events
+
+
+def test_mixed_with_what_goes_the_plain_way() -> None:
+    """Log-probabilities, scores, own chance and the causal twin run beside recorded steps, over the same pool."""
+    base = {"max_new_tokens": 30, "steps": 4, "seed": 5}
+    with fast_engine(Limits(chunk=8, max_bytes=SMALL)) as engine, plain_engine() as plain:
+        runner = engine.scheduler.runner
+        assert isinstance(runner, FastRunner)
+        asked = [
+            Request((5, 6, 7), SamplingParams.build(**base)),
+            Request((5, 6, 7, 8), SamplingParams.build(**base, logprobs=2)),
+            Request((9, 6, 7), SamplingParams.build(**base), score=True),
+            Request((9, 9), SamplingParams.build(mode="ar", max_new_tokens=20, seed=3, top_p=0.9)),
+        ]
+        handles = [engine.submit(request) for request in asked]
+        got = [told(handle) for handle in handles]
+        assert got[1] == told(plain.submit(asked[1]))
+        assert got[3] == told(plain.submit(asked[3]))
+        assert got[0] == told(plain.submit(asked[0], draws=BoardDraws(5)))
+        assert got[2] == told(plain.submit(asked[2], draws=BoardDraws(5)))
+
+
+def count_launches(engine: Engine) -> list[int]:
+    runner = engine.scheduler.runner
+    assert isinstance(runner, FastRunner)
+    lane = runner.lane(16)
+    launched: list[int] = []
+    launch = lane.launch
+    lane.launch = lambda: (launched.append(len(lane.passengers)), launch())[1]  # type: ignore[method-assign]
+    return launched
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_no_step_is_launched_in_vain_when_all_are_taken(ahead: bool) -> None:
+    with fast_engine(ahead=ahead) as engine:
+        launched = count_launches(engine)
+        result = engine.generate([5, 6], raw=True, max_new_tokens=40, steps=6, seed=1, early_stop=False)
+        assert len(launched) == result.metrics.steps
+        assert result.metrics.steps % 6 == 0
+
+
+def test_a_step_that_turns_out_to_be_too_many_is_thrown_away() -> None:
+    """With early stopping at any entropy, the step launched ahead is one too many, and nobody hears of it."""
+    options = {"max_new_tokens": 40, "steps": 30, "seed": 1, "stability": 0, "confidence": 50.0}
+    with fast_engine() as engine:
+        launched = count_launches(engine)
+        events = [told(engine.submit(engine.request([5, 6], raw=True, **options))) for _ in range(2)]
+    assert events[0][:-1] == events[1][:-1]
+    steps = sum(event[0] == "draft" for found in events for event in found)
+    assert steps < len(launched) <= 2 * steps
+
+
+def test_cancelling_with_steps_under_way() -> None:
+    with fast_engine() as engine:
+        options = {"steps": 1000, "early_stop": False, "seed": 1, "max_new_tokens": 16}
+        slow = engine.submit(engine.request([5], raw=True, **options))
+        events = iter(slow)
+        for _ in range(3):
+            next(events)
+        other = engine.submit(engine.request([6], raw=True, max_new_tokens=16, steps=3, seed=2))
+        assert told(other)[-1][0] == "end"
+        slow.cancel()
+        assert next(e for e in events if isinstance(e, End)).finish_reason == "cancelled"
+        again = told(engine.submit(engine.request([6], raw=True, max_new_tokens=16, steps=3, seed=2)))
+        assert again[-1][0] == "end"
+
+
+def test_rows_fit_however_long_it_runs() -> None:
+    """A small pool is used up again and again: rows that ended make room, those that run move."""
+    limits = Limits(max_bytes=3 * CacheRow.bytes_for(CONFIG, 60, torch.float32), max_rows=4, chunk=16)
+    with fast_engine(limits) as engine, plain_engine() as plain:
+        runner = engine.scheduler.runner
+        assert isinstance(runner, FastRunner)
+        asked = [
+            Request(tuple(range(3 + i, 12 + i + i % 7)), SamplingParams.build(max_new_tokens=20 + i, steps=2, seed=i))
+            for i in range(20)
+        ]
+        handles = [engine.submit(request) for request in asked]
+        got = [told(handle) for handle in handles]
+        assert runner.pool.moves > 3
+        for i, request in enumerate(asked):
+            alone = told(plain.submit(request, draws=BoardDraws(i)))
+            assert got[i][:-1] == alone[:-1]
+
+
+def test_rows_are_told_where_they_moved() -> None:
+    """While one canvas is denoised, its row moves."""
+    limits = Limits(max_bytes=3 * CacheRow.bytes_for(CONFIG, 50, torch.float32), max_rows=4, chunk=16)
+    with fast_engine(limits) as engine, plain_engine() as plain:
+        runner = engine.scheduler.runner
+        assert isinstance(runner, FastRunner)
+        short = Request((4, 5, 6), SamplingParams.build(max_new_tokens=20, steps=2, seed=1))
+        long = Request((7, 8, 9), SamplingParams.build(max_new_tokens=40, steps=60, seed=2, early_stop=False))
+        handles = [engine.submit(short), engine.submit(long)]
+        more = [engine.submit(Request((9, i), short.params)) for i in range(3, 9)]
+        got = [told(handle) for handle in (*handles, *more)]
+        assert runner.pool.moves
+        assert got[1][:-1] == told(plain.submit(long, draws=BoardDraws(2)))[:-1]
+
+
+def test_which_runner() -> None:
+    model = make_model()
+    assert type(choose_runner(model, Limits())) is Runner
+    assert type(choose_runner(model, Limits(), kernels=False)) is Runner
+    with pytest.raises(DeviceError, match="kernels=True"):
+        choose_runner(model, Limits(), kernels=True)
