@@ -1,6 +1,6 @@
 """One denoising step on a CPU, ours and Transformers' on the same weights in the same run.
 
-`python -m diffusiongemma.bench cpu-step --peer transformers`
+`dgemma bench cpu-step --peer transformers`
 """
 
 from __future__ import annotations
@@ -13,28 +13,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from diffusiongemma.bench.timing import alternate, machine, median_ratio, report
+from diffusiongemma.bench.floor import expected_hit, step_work
+from diffusiongemma.bench.hardware import card_of
+from diffusiongemma.bench.peer import VISION, import_transformers
+from diffusiongemma.bench.timing import Outcome, alternate, machine, median_ratio
 from diffusiongemma.checkpoint import save_model
 from diffusiongemma.config import ModelConfig
-from diffusiongemma.errors import DiffusionGemmaError
 from diffusiongemma.model import DiffusionGemma
-
-# The smallest vision tower Transformers can build: its model class insists on having one.
-_VISION = {
-    "model_type": "gemma4_vision",
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "position_embedding_size": 32,
-}
 
 
 @torch.inference_mode()
-def cpu_step(preset: str, prefix: int, rounds: int, peer: str | None, seed: int = 0) -> None:
-    config = ModelConfig.preset(preset, vision_config=_VISION)
+def measure_cpu_step(preset: str, prefix: int, rounds: int, peer: str | None, seed: int = 0) -> Outcome:
+    config = ModelConfig.preset(preset, vision_config=VISION)
     model = DiffusionGemma(config).init_weights(seed).eval()
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, config.vocab_size, (1, prefix), generator=generator)
@@ -52,26 +42,28 @@ def cpu_step(preset: str, prefix: int, rounds: int, peer: str | None, seed: int 
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     parameters = sum(p.numel() for p in model.parameters())
     rows = [("parameters", f"{parameters / 1e6:.1f} M"), ("prefix + canvas", f"{prefix} + {config.canvas_length}")]
-    rows += [(name, f"{1e3 * value:.1f} ms a step") for name, value in medians.items()]
+    card, width = card_of(torch.device("cpu")), config.canvas_length
+    floor = step_work(model, 1, prefix, width, expected_hit(model, width)).seconds(card)
+    rows += [("floor", f"{1e3 * floor:.1f} ms, at {card.read / 1e9:.3g} GB/s and {card.wide / 1e9:.3g} GFLOP/s")]
+    rows += [(name, f"{1e3 * value:.1f} ms a step, ratio {value / floor:.2f}") for name, value in medians.items()]
     result = {"bench": "cpu-step", "preset": preset, "prefix": prefix, "parameters": parameters, **machine()}
+    result |= {"machine": card.to_dict(), "floor_ms": 1e3 * floor}
     result["milliseconds"] = {name: round(1e3 * value, 2) for name, value in medians.items()}
     if peer is not None:
         ratio = median_ratio(seconds[peer], seconds["diffusiongemma"])
         rows += [(f"{peer} : diffusiongemma", f"{ratio:.3f}"), ("largest logit difference", f"{difference:.1e}")]
         result |= {"ratio": round(ratio, 4), "difference": difference}
-    report(f"one denoising step, {preset}, float32 on {torch.get_num_threads()} threads", rows, result)
+    return Outcome(f"one denoising step, {preset}, float32 on {torch.get_num_threads()} threads", rows, result)
 
 
 def _transformers_step(model: DiffusionGemma, tokens: Tensor, canvas: Tensor, first: Tensor) -> Callable[[], Tensor]:
     """The same step there, on the same weights by way of a saved folder, with its default attention and experts."""
-    try:
-        from transformers import DiffusionGemmaForBlockDiffusion, DynamicCache
-    except ImportError:
-        raise DiffusionGemmaError("the peer needs `pip install 'transformers>=5.17'`") from None
+    transformers = import_transformers()
     with tempfile.TemporaryDirectory() as folder:
         save_model(model, Path(folder) / "model")
-        peer = DiffusionGemmaForBlockDiffusion.from_pretrained(Path(folder) / "model", dtype=torch.float32).eval()
-    cache = DynamicCache(config=peer.config.get_text_config())
+        there = transformers.DiffusionGemmaForBlockDiffusion
+        peer = there.from_pretrained(Path(folder) / "model", dtype=torch.float32).eval()
+    cache = transformers.DynamicCache(config=peer.config.get_text_config())
     peer.model.encoder(input_ids=tokens, past_key_values=cache)
 
     def step() -> Tensor:

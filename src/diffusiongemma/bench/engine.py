@@ -1,6 +1,6 @@
 """What the engine costs and what it saves, on a CPU with random weights, in one run.
 
-`python -m diffusiongemma.bench engine`
+`dgemma bench engine`
 """
 
 from __future__ import annotations
@@ -12,21 +12,24 @@ from typing import Any
 
 import torch
 
-from diffusiongemma.bench.timing import alternate, machine, median_ratio, report
-from diffusiongemma.engine import Engine, Limits, Request, SamplingParams, collect
+from diffusiongemma.bench.drive import make_request, random_tokens
+from diffusiongemma.bench.timing import Outcome, alternate, machine, median_ratio
+from diffusiongemma.engine import Engine, Limits, Request, collect
 
 STEPS = 4  # denoising steps a timed call takes
 PROMPT = 512
 
 
-def engine_bench(preset: str, rounds: int) -> None:
+def measure_engine(preset: str, rounds: int) -> Outcome:
     with Engine.random(preset, std=0.02, limits=Limits(max_rows=8)) as engine:
         parts = [overhead(engine, rounds), together(engine, rounds), second_turn(engine, rounds), short(engine, rounds)]
     rows = [row for part, _ in parts for row in part]
     result: dict[str, Any] = {"bench": "engine", "preset": preset, **machine()}
     for _, figures in parts:
         result |= figures
-    report(f"the engine on {preset}, float32 on {torch.get_num_threads()} threads, {rounds} rounds", rows, result)
+    return Outcome(
+        f"the engine on {preset}, float32 on {torch.get_num_threads()} threads, {rounds} rounds", rows, result
+    )
 
 
 Part = tuple[list[tuple[str, str]], dict[str, float]]
@@ -35,11 +38,11 @@ Part = tuple[list[tuple[str, str]], dict[str, float]]
 def overhead(engine: Engine, rounds: int) -> Part:
     """A step of the engine, sampler, events and all, against the bare network's `denoise`."""
     model, config = engine.model, engine.model.config
-    prompt = _tokens(engine, PROMPT)
+    prompt = random_tokens(engine, PROMPT)
     cache = model.new_cache(1, PROMPT)
     with torch.inference_mode():
         model.encode(torch.tensor([prompt]), cache)
-        canvas = torch.tensor([_tokens(engine, config.canvas_length)])
+        canvas = torch.tensor([random_tokens(engine, config.canvas_length)])
 
     @torch.inference_mode()
     def bare() -> None:
@@ -59,20 +62,21 @@ def overhead(engine: Engine, rounds: int) -> Part:
 
 def together(engine: Engine, rounds: int) -> Part:
     """8 requests at once against one after another: the same texts, and how long."""
-    prompts = [_tokens(engine, 32, seed) for seed in range(8)]
+    prompts = [random_tokens(engine, 32, seed) for seed in range(8)]
+    width = min(64, engine.model.config.canvas_length)
 
     def at_once() -> list[list[int]]:
-        handles = [engine.submit(_request(engine, p, 64, seed=i, canvas=64)) for i, p in enumerate(prompts)]
+        handles = [engine.submit(_request(p, width, seed=i, canvas=width)) for i, p in enumerate(prompts)]
         return [collect(handle).tokens for handle in handles]
 
     def in_turn() -> list[list[int]]:
-        asked = [_request(engine, p, 64, seed=i, canvas=64) for i, p in enumerate(prompts)]
+        asked = [_request(p, width, seed=i, canvas=width) for i, p in enumerate(prompts)]
         return [collect(engine.submit(request)).tokens for request in asked]
 
     assert at_once() == in_turn(), "a request's text depends on its neighbours"
     seconds = alternate({"in turn": in_turn, "at once": at_once}, rounds)
     ratio = median_ratio(seconds["in turn"], seconds["at once"])
-    return [("8 requests, canvas 64", f"one after another : together = {ratio:.2f}, same texts")], {
+    return [(f"8 requests, canvas {width}", f"one after another : together = {ratio:.2f}, same texts")], {
         "batch_ratio": ratio
     }
 
@@ -82,10 +86,10 @@ def second_turn(engine: Engine, rounds: int) -> Part:
     fresh = itertools.count(100)
 
     def turns() -> tuple[float, float, int]:
-        prompt = _tokens(engine, 1024, next(fresh))
-        first = collect(engine.submit(_request(engine, prompt, 32, steps=1, canvas=32)))
-        again = (*prompt, *first.tokens, *_tokens(engine, 32, next(fresh)))
-        second = collect(engine.submit(_request(engine, again, 32, steps=1, canvas=32)))
+        prompt = random_tokens(engine, 1024, next(fresh))
+        first = collect(engine.submit(_request(prompt, 32, steps=1, canvas=32)))
+        again = (*prompt, *first.tokens, *random_tokens(engine, 32, next(fresh)))
+        second = collect(engine.submit(_request(again, 32, steps=1, canvas=32)))
         return first.metrics.total_seconds, second.metrics.total_seconds, second.metrics.reused_tokens
 
     taken = [turns() for _ in range(rounds + 1)][1:]
@@ -100,7 +104,7 @@ def short(engine: Engine, rounds: int) -> Part:
     pins = {i: 200 + i for i in range(10)} | {10: end}
 
     def answer(canvas: Any, limit: int) -> None:
-        request = _request(engine, _tokens(engine, 32), limit, canvas=canvas, pins=pins)
+        request = _request(random_tokens(engine, 32), limit, canvas=canvas, pins=pins)
         assert len(collect(engine.submit(request)).tokens) == 10
 
     full = engine.model.config.canvas_length
@@ -116,16 +120,9 @@ def short(engine: Engine, rounds: int) -> Part:
     return [("ten-token answer", text)], {"short_ratio": asked, "short_ratio_unknown": dropped}
 
 
-def _tokens(engine: Engine, count: int, seed: int = 0) -> tuple[int, ...]:
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randint(107, engine.model.config.vocab_size, (count,), generator=generator).tolist())
-
-
-def _request(engine: Engine, prompt: tuple[int, ...], limit: int, **options: Any) -> Request:
-    pins = options.pop("pins", {})
-    given = {"steps": STEPS, "seed": 0, "early_stop": False, "max_new_tokens": limit} | options
-    return Request(prompt, SamplingParams.build(**given), pins, drafts=False, ends=bool(pins), stable=len(prompt))
+def _request(prompt: tuple[int, ...], limit: int, **options: Any) -> Request:
+    return make_request(prompt, limit, **{"steps": STEPS, "keep": len(prompt)} | options)
 
 
 def _run(engine: Engine, prompt: tuple[int, ...], limit: int) -> None:
-    collect(engine.submit(replace(_request(engine, prompt, limit), drafts=True)))
+    collect(engine.submit(replace(_request(prompt, limit), drafts=True)))

@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+
+Rows = list[tuple[str, str]]
 
 
 def alternate(contestants: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 1) -> dict[str, list[float]]:
@@ -29,18 +34,68 @@ def median_ratio(slow: list[float], fast: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(slow, fast, strict=True))
 
 
-def machine() -> dict[str, Any]:
-    return {
+def slope(short: Callable[[], float], long: Callable[[], float], more: int, rounds: int) -> float:
+    """Seconds of one unit of work, where `long` does so many units more than `short`; each gives the seconds it took.
+
+    What both do beside it, and what their first and last unit cost more, falls out.
+    """
+    found = []
+    for _ in range(rounds):
+        less, all_of_it = short(), long()
+        # A machine that was busy during the short call alone leaves nothing to subtract from.
+        found.append((all_of_it - less) / more if all_of_it > less else all_of_it / more)
+    return statistics.median(found)
+
+
+def note(text: str) -> None:
+    """Tell a figure as soon as it is known: who is cut off later has at least that."""
+    print(f"… {text}", file=sys.stderr, flush=True)
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def machine(device: torch.device | str = "cpu") -> dict[str, Any]:
+    """Where a figure was taken."""
+    device = torch.device(device)
+    facts: dict[str, Any] = {
         "cpu": platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
+    if device.type == "cuda":
+        facts |= {"card": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
+    return facts
 
 
-def report(title: str, rows: list[tuple[str, str]], result: dict[str, Any]) -> None:
-    """A short table for people, then one line of JSON for programs."""
-    print(title)
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
+@dataclass(frozen=True)
+class Outcome:
+    """What a measurement found: a short table for people, one object for programs."""
+
+    title: str
+    rows: Rows
+    result: dict[str, Any]
+
+
+def rounded(value: Any) -> Any:
+    """The same with floats of six digits: more is noise."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: rounded(part) for key, part in value.items()}
+    return [rounded(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def show(outcome: Outcome, file: Path | None = None) -> None:
+    """The table, then one line of JSON; that line is also added to `file`, which may hold those of other runs."""
+    print(outcome.title)
+    width = max(len(name) for name, _ in outcome.rows)
+    for name, value in outcome.rows:
         print(f"  {name:<{width}}  {value}")
-    print(json.dumps(result))
+    line = json.dumps(rounded(outcome.result))
+    print(line, flush=True)
+    if file is not None:
+        with file.open("a", encoding="utf-8") as out:
+            out.write(line + "\n")

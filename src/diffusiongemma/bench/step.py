@@ -1,0 +1,148 @@
+"""One denoising step, all in: network, vocabulary end, sampler, the decision to stop, the engine around it.
+
+The figure is a slope: the same request with many steps and with few, through the engine as anybody uses it, divided by
+the steps that lie between. So prompt, start and end fall out, and nothing of a step does. Where the engine replays a
+recorded graph, that graph alone is timed beside it, and its kernels are what the parts are made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import mean
+from typing import Any
+
+from diffusiongemma.bench.breakdown import parts_of_plain
+from diffusiongemma.bench.drive import random_tokens, same_prompt
+from diffusiongemma.bench.floor import PARTS, Work, step_work
+from diffusiongemma.bench.hardware import Card
+from diffusiongemma.bench.kernels import profiled, summarise
+from diffusiongemma.bench.replay import recorded_step, replay_seconds
+from diffusiongemma.bench.routing import experts_hit
+from diffusiongemma.bench.subject import Subject
+from diffusiongemma.bench.timing import Outcome, Rows, note, slope
+from diffusiongemma.engine import Engine
+
+# The stop rule is asked after every step and never satisfied.
+ASKED = {"early_stop": True, "stability": 1, "confidence": 1e-9}
+LOOKED_AT = 4  # steps that are taken apart
+BELIEVED = 0.9  # of a floor: what is in the card's cache already need not be read
+
+
+def measure_step(
+    subject: Subject,
+    users: int = 1,
+    prefixes: tuple[int, ...] = (512,),
+    steps: int = 48,
+    canvas: int | None = None,
+    repeat: int = 5,
+    breakdown: bool = True,
+) -> Outcome:
+    width = canvas or subject.model.config.canvas_length
+    found = [_case(subject, users, prefix, width, steps, repeat, breakdown) for prefix in prefixes]
+    cases, (first, *longer) = [case for case, _ in found], [case for case, _ in found]
+    rows = [row for case, work in found for row in _case_rows(case, work, subject)]
+    rows += [(f"prefix {case['prefix']} : {first['prefix']}", f"{case['ms'] / first['ms']:.2f}") for case in longer]
+    shares, runner = first.pop("experts_hit"), first["runner"]
+    told = {"users": users, "canvas": width, "prefix": prefixes[0], "steps": steps, "repeat": repeat}
+    many = ", ".join(map(str, prefixes))
+    title, head = subject.heading("a denoising step, all in", **told | {"prefix": many, "runner": runner})
+    hit = f"{mean(shares):.1%} of {subject.model.config.num_experts} in a layer on average, {min(shares):.1%} at least"
+    figures = {name: first[name] for name in ("ms", "floor_ms", "ratio", "replay_ms") if name in first}
+    reached = {"mean": mean(shares), "min": min(shares), "layers": shares}
+    result = subject.facts("step", **told, runner=runner) | figures | {"experts_hit": reached, "cases": cases}
+    return Outcome(title, [*head, ("experts hit", hit), *rows], result)
+
+
+def step_seconds(engine: Engine, users: int, prefix: int, width: int, steps: int, repeat: int) -> float:
+    """Seconds of one step of `users` canvases over a prefix of this length."""
+    prompt = random_tokens(engine, prefix)
+
+    def run(count: int) -> float:
+        return same_prompt(engine, prompt, users, width, steps=count, canvas=width, keep=prefix, **ASKED).seconds
+
+    same_prompt(engine, prompt, 1, width, steps=1, canvas=width, keep=prefix)  # encodes the prompt, for all that follow
+    few = max(1, steps // 4)
+    run(few)
+    return slope(lambda: run(few), lambda: run(few + steps), steps, repeat)
+
+
+def _case(
+    subject: Subject, users: int, prefix: int, width: int, steps: int, repeat: int, breakdown: bool
+) -> tuple[dict[str, Any], Work]:
+    with subject.engine(users, prefix + width) as engine:
+        seconds = step_seconds(engine, users, prefix, width, steps, repeat)
+        note(f"a step over {prefix} tokens: {1e3 * seconds:.3f} ms")
+        shares = experts_hit(subject.model, users, prefix, width)
+        work = step_work(subject.model, users, prefix, width, mean(shares))
+        floor = work.seconds(subject.card)
+        case: dict[str, Any] = {
+            "prefix": prefix,
+            "ms": 1e3 * seconds,
+            "floor_ms": 1e3 * floor,
+            "ratio": seconds / floor,
+        }
+        case |= {"floor": work.to_dict(subject.card), "experts_hit": shares}
+        case["runner"] = type(engine.scheduler.runner).__name__
+        replay = recorded_step(engine, users, prefix, width)
+        if replay is not None:
+            case["replay_ms"] = 1e3 * replay_seconds(engine, replay, steps, repeat)
+            note(f"the recorded step alone: {case['replay_ms']:.3f} ms")
+        if breakdown:
+            try:
+                case |= _parts(subject, engine, replay, users, prefix, width)
+            except Exception as error:  # a figure is not lost because its explanation failed
+                case["trouble"] = f"not taken apart: {type(error).__name__}: {error}"
+        if impossible := too_fast(case, work, subject.card):
+            case["trouble"] = impossible
+    return case, work
+
+
+def too_fast(case: dict[str, Any], work: Work, card: Card) -> str | None:
+    """A figure that cannot be: less than reading the weights takes. None, if there is no such."""
+    taken = {"the step": (case["ms"], case["floor_ms"])}
+    taken |= {part: (ms, 1e3 * work.part_seconds(part, card)) for part, ms in case.get("parts", {}).items()}
+    below = [name for name, (ms, floor) in taken.items() if ms < BELIEVED * floor]
+    return f"not to be believed: {', '.join(below)} below the floor" if below else None
+
+
+def _parts(
+    subject: Subject, engine: Engine, replay: Callable[[], object] | None, users: int, prefix: int, width: int
+) -> dict[str, Any]:
+    """Where a step's time goes: by kernel where a graph is replayed, by module on the plain path."""
+    if replay is not None:
+        if subject.device.type != "cuda":
+            return {}  # the twin of a graph has no kernels
+
+        def replays() -> None:
+            for _ in range(LOOKED_AT):
+                replay()
+
+        found = summarise(profiled(replays), subject.model.config.num_hidden_layers, LOOKED_AT)
+        return {"parts": found.parts, "idle_ms": found.idle_ms, "kernels": found.kernels}
+    prompt, options = random_tokens(engine, prefix), {"steps": LOOKED_AT, "canvas": width, "keep": prefix, **ASKED}
+    run = lambda: same_prompt(engine, prompt, users, width, **options).seconds  # noqa: E731
+    return {"parts": parts_of_plain(subject.model, run, LOOKED_AT)}
+
+
+def _case_rows(case: dict[str, Any], work: Work, subject: Subject) -> Rows:
+    card, at = subject.card, f"prefix {case['prefix']}: "
+    amount = f"{work.bytes.total() / 1e9:.3g} GB, {work.flops.total() / 1e12:.3g} TFLOP"
+    rows = [
+        (f"{at}floor", f"{case['floor_ms']:.3f} ms ({amount}: bound by {work.bound(card)})"),
+        (f"{at}figure", f"{case['ms']:.3f} ms"),
+        (f"{at}ratio", f"{case['ratio']:.2f}"),
+    ]
+    if "replay_ms" in case:
+        rows.append((f"{at}replay", f"{case['replay_ms']:.3f} ms: the recorded step alone"))
+    for part in PARTS if "parts" in case else ():
+        floor, taken = 1e3 * work.part_seconds(part, card), case["parts"].get(part, 0.0)
+        rows.append(
+            (f"  {part}", f"{taken:.3f} ms, floor {floor:.3f}" + (f", ratio {taken / floor:.2f}" if floor else ""))
+        )
+    if "trouble" in case:
+        rows.append(("  parts", case["trouble"]))
+    if "idle_ms" in case:
+        rows.append(("  between kernels", f"{case['idle_ms']:.3f} ms"))
+    for kernel in case.get("kernels", ()):
+        rows.append((f"    {kernel['us']:8.1f} us", f"{kernel['calls']:g} × {kernel['kernel']} ({kernel['part']})"))
+    return rows

@@ -1,0 +1,94 @@
+"""Kernels of a recorded step are told apart, in the order in which the fused network launches them."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+from diffusiongemma.bench.floor import ATTENTION, CONDITIONING, DENSE, EXPERTS, REST, VOCABULARY
+from diffusiongemma.bench.kernels import Launch, assign, families, from_trace, summarise
+
+VENDOR = "nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_TNT"
+TORCH = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>(int)"
+BEGIN = [
+    ("_draws_kernel", VOCABULARY), (TORCH, REST), ("_rows_kernel", REST), ("product_kernel", CONDITIONING),
+    (VENDOR, CONDITIONING), (TORCH, REST), ("_rows_kernel", REST), ("_rope_kernel", ATTENTION),
+    ("_rope_kernel", ATTENTION), ("_rows_kernel", REST),
+]  # fmt: skip
+HEADS = [
+    (VENDOR, ATTENTION), ("_heads_kernel", ATTENTION), ("_attend_kernel", ATTENTION), ("_join_kernel", ATTENTION),
+    ("_rows_kernel", REST), ("product_kernel", ATTENTION), ("_after_attention_kernel", REST),
+]  # fmt: skip
+MLP = [("product_kernel", DENSE), ("product_kernel", DENSE)]
+SPARSE = [
+    ("_scores_kernel", REST), ("_pick_kernel", REST), ("route_kernel", EXPERTS), ("product_kernel", EXPERTS),
+    ("product_kernel", EXPERTS), ("combine_kernel", EXPERTS), ("_after_feed_forward_kernel", REST),
+]  # fmt: skip
+END = [
+    ("_rows_kernel", REST), (VENDOR, VOCABULARY), ("_weigh_kernel", VOCABULARY), ("_result_kernel", VOCABULARY),
+    ("_rescale_kernel", VOCABULARY), (VENDOR, VOCABULARY), (TORCH, REST),
+]  # fmt: skip
+LAYERS = 3
+
+
+def launches(overlap: bool, steps: int = 2) -> tuple[list[Launch], list[str]]:
+    """On one stream, one kernel after another; or with the MLP beside router and experts on a stream of its own."""
+    found: list[tuple[Launch, str]] = []
+    now = 0.0
+
+    def put(names: list[tuple[str, str]], stream: int, at: float, length: float) -> float:
+        for name, part in names:
+            found.append((Launch(name, stream, at, length), part))
+            at += length
+        return at
+
+    for _ in range(steps):
+        now = put(BEGIN, 7, now, 1.0)
+        for _ in range(LAYERS):
+            now = put(HEADS, 7, now, 1.0)
+            if overlap:
+                put(MLP, 13, now + 0.5, 2.0)
+            else:
+                now = put(MLP, 7, now, 1.0)
+            now = put(SPARSE, 7, now, 1.0)
+        now = put(END, 7, now, 1.0) + 0.25
+    found.sort(key=lambda item: item[0].start)
+    return [launch for launch, _ in found], [part for _, part in found]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_every_kernel_finds_its_part(overlap: bool) -> None:
+    ran, wanted = launches(overlap)
+    assert assign(ran, LAYERS) == wanted
+
+
+def test_summary_is_of_one_step() -> None:
+    ran, _ = launches(overlap=False)
+    profile = summarise(ran, LAYERS, 2)
+    assert profile.parts[EXPERTS] == pytest.approx(LAYERS * 4 / 1e3)
+    assert profile.parts[ATTENTION] == pytest.approx((2 + LAYERS * 5) / 1e3)
+    assert profile.idle_ms == pytest.approx(0.25 / 2 / 1e3, abs=1e-4)
+    (first,) = [k for k in profile.kernels if k["kernel"] == "product_kernel" and k["part"] == EXPERTS]
+    assert (first["calls"], first["us"]) == (2 * LAYERS, 2.0 * LAYERS)
+
+
+def test_overlap_is_charged_once() -> None:
+    """A kernel that began early and waited, and one beside a longer one, take no time of their own."""
+    ran = [Launch("route_kernel", 7, 0.0, 10.0), Launch("product_kernel", 7, 4.0, 16.0), Launch(VENDOR, 13, 5.0, 3.0),
+           Launch("combine_kernel", 7, 21.0, 2.0)]  # fmt: skip
+    profile = summarise(ran, LAYERS, 1)
+    assert profile.parts == {EXPERTS: 0.022, DENSE: 0.0}
+    assert profile.idle_ms == 0.001
+
+
+def test_kernels_that_announce_a_part_exist() -> None:
+    """Renamed ones would put products into the wrong part without a word."""
+    marks = {"_rope_kernel", "_after_attention_kernel", "route_kernel", "_after_feed_forward_kernel"}
+    names = {name for name, _ in [*BEGIN, *HEADS, *MLP, *SPARSE, *END]} - {VENDOR, TORCH}
+    assert marks | names <= families().keys()
+
+
+def test_trace_of_the_profiler() -> None:
+    kernel = {"ph": "X", "cat": "kernel", "name": "b", "ts": 5, "dur": 2.5, "args": {"stream": 7, "grid": [1, 1, 1]}}
+    events = [kernel, {"ph": "X", "cat": "gpu_memcpy", "name": "copy", "ts": 1, "dur": 1, "args": {"stream": 7}}]
+    events += [kernel | {"name": "a", "ts": 1}, {"ph": "M", "name": "process_name", "args": {}}]
+    assert from_trace({"traceEvents": events}) == [Launch("a", 7, 1.0, 2.5), Launch("b", 7, 5.0, 2.5)]
