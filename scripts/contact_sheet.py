@@ -1,6 +1,7 @@
 """A sheet of icons that the model draws for held-out names, one seed after another: nothing is picked by hand.
 
     python scripts/contact_sheet.py --out docs/nano_icons.png
+    python scripts/contact_sheet.py --out docs/nano_icons.png --answers svg.jsonl   # what `dgemma eval svg --output` kept
 
 The names are the first of the built-in set, the seeds count on from --seed, each has one attempt. An answer that is not
 a sound icon is shown as a failure with its first problem; of a drawable one the picture is shown too.
@@ -53,6 +54,12 @@ def answers(engine: Engine, wishes: Sequence[str], seed: int, steps: int | None 
     return cells
 
 
+def kept_answers(path: Path, count: int) -> list[Cell]:
+    """The first answers of a file that `dgemma eval svg --output` wrote, perhaps on a machine without a renderer"""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[:count]]
+    return [Cell.of(row["case"], row["seed"], row["text"]) for row in rows]
+
+
 def sheet(cells: Sequence[Cell], columns: int, title: str) -> Image.Image:
     """All cells in rows, the title above them."""
     width, height = ICON + 2 * PAD, ICON + PAD + LABEL
@@ -101,16 +108,18 @@ def main(
     columns: Annotated[int, typer.Option(min=1)] = 8,
     seed: Annotated[int, typer.Option(min=0, help="Of the first icon.")] = 0,
     steps: Annotated[int | None, typer.Option(min=1, help="At most (default: what the model's settings say).")] = None,
+    kept: Annotated[Path | None, typer.Option("--answers", help="Run nothing: draw what this file holds.")] = None,
 ) -> None:
     """Draw the first held-out names, and write one picture of all of them."""
-    wishes = [case.prompt for case in svg.cases()[:count]]
-    with Engine.load(model) as engine:
-        cells = answers(engine, wishes, seed, steps)
+    if kept is not None:
+        cells = kept_answers(kept, count)
+    else:
+        wishes = [case.prompt for case in svg.cases()[:count]]
+        with Engine.load(model) as engine:
+            cells = answers(engine, wishes, seed, steps)
     good, visible = (sum(values) for values in zip(*((c.grade.ok, c.grade.visible) for c in cells), strict=True))
-    last = seed + len(cells) - 1
-    title = (
-        f"{model} · first {len(cells)} held-out names · seeds {seed} to {last}, one attempt each · {good} sound icons"
-    )
+    seeds = f"seeds {cells[0].seed} to {cells[-1].seed}"
+    title = f"{model} · first {len(cells)} held-out names · {seeds}, one attempt each · {good} sound icons"
     picture = sheet(cells, columns, title)
     # Few shades of a few colours: a palette makes the file a third of the size and looks the same.
     picture.quantize(64, dither=Image.Dither.NONE).save(out, optimize=True)

@@ -3,8 +3,9 @@
     python scripts/load_test.py                          # 64 clients for five minutes on the embedded model
     python scripts/load_test.py --seconds 10 --clients 8 --model FOLDER
 
-The known texts come from the bare engine, as does the throughput that the server's is compared with. The last line is
-JSON; the exit code is 1 if an answer was wrong, lost or not what the API promises.
+The known texts come from the bare engine. So does the throughput that the server's is compared with: both do the same
+requests in the same order, the engine alone and the server for as many streaming clients as its queue takes. The last
+line is JSON; the exit code is 1 if an answer was wrong, lost or not what the API promises, or if memory grew.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import asyncio
 import json
 import os
 import random
+import socket
 import statistics
 import subprocess
 import sys
@@ -31,6 +33,9 @@ from diffusiongemma.serve.reader import ReplyReader
 
 QUICK = {"steps": 16, "canvas": 32}
 ROUNDS = 3  # of measuring the throughput
+SLOW = 0.25  # seconds for which a slow reader looks at an event before it takes the next
+TIMEOUT = httpx.Timeout(300, connect=30)
+GROWTH = 0.05  # of memory, from the second third of the run to the last, that is called flat
 
 
 @dataclass
@@ -49,8 +54,8 @@ class Tally:
     problems: list[str] = field(default_factory=list)
     first_draft: list[float] = field(default_factory=list)  # seconds, from asking on
     first_draft_running: list[float] = field(default_factory=list)  # … less the time in the queue
-    tokens: int = 0  # of answers that were whole before `until`: those under way then are nobody's throughput
-    until: float = 0.0
+    asked: int = 0
+    tokens: int = 0  # of right answers
 
     def wrong(self, what: str) -> None:
         self.outcomes["wrong"] += 1
@@ -88,21 +93,30 @@ def chat_text(engine: Engine, request: Request) -> str:
     return "".join(told) + reader.finish().content
 
 
-def bare_throughput(engine: Engine, cases: list[Case], seconds: float) -> float:
-    """New tokens a second of the engine alone, with twice as many requests at hand as it has rows."""
+def bare_seconds(engine: Engine, cases: list[Case]) -> float:
+    """For all of them, with twice as many at hand as the engine has rows."""
     requests = [case.request for case in cases if case.request is not None]
-    began, done, tokens = time.perf_counter(), 0, 0
-    running = [engine.submit(requests[i % len(requests)]) for i in range(2 * engine.scheduler.limits.max_rows)]
-    while True:
-        found = collect(running.pop(0)).tokens
-        if time.perf_counter() - began > seconds:
-            break
-        tokens += len(found)
-        done += 1
-        running.append(engine.submit(requests[(done + len(running)) % len(requests)]))
+    began, ahead = time.perf_counter(), 2 * engine.scheduler.limits.max_rows
+    running = [engine.submit(request) for request in requests[:ahead]]
+    for request in requests[ahead:]:
+        collect(running.pop(0))
+        running.append(engine.submit(request))
     for handle in running:
-        handle.cancel()
-    return tokens / seconds
+        collect(handle)
+    return time.perf_counter() - began
+
+
+async def served_seconds(url: str, model: str, cases: list[Case], clients: int, tally: Tally) -> float:
+    """The same through the server: each client takes the next case as soon as it is answered."""
+    began, rest, rng = time.perf_counter(), iter(cases), random.Random(0)
+
+    async def one(number: int) -> None:
+        async with a_client(url) as client:
+            for case in rest:
+                await ask(client, case, model, "drafts" if number % 2 else "plain", rng, tally)
+
+    await asyncio.gather(*(one(number) for number in range(clients)))
+    return time.perf_counter() - began
 
 
 async def events(response: httpx.Response, pause: float) -> AsyncIterator[tuple[str | None, str]]:
@@ -117,12 +131,21 @@ async def events(response: httpx.Response, pause: float) -> AsyncIterator[tuple[
                 await asyncio.sleep(pause)
 
 
+def a_client(url: str, small_window: bool = False) -> httpx.AsyncClient:
+    """With a small window, what is not read stays at the server."""
+    options = [(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)] if small_window else []
+    # There is no TLS here, and its certificates, read anew by each client, would cost more than all else of it.
+    transport = httpx.AsyncHTTPTransport(verify=False, socket_options=options)
+    return httpx.AsyncClient(base_url=url, timeout=TIMEOUT, transport=transport, trust_env=False)
+
+
 async def ask(client: httpx.AsyncClient, case: Case, model: str, how: str, rng: random.Random, tally: Tally) -> None:
     drafts = how != "plain"
     options = {"include_usage": True} | ({"include_drafts": True} if drafts else {})
     body = case.body | {"model": model, "stream": True, "stream_options": options}
     leave_after = rng.randrange(1, 6) if how == "vanishing" else None
     began, first, text, ended, usage = time.perf_counter(), None, "", False, None
+    tally.asked += 1
     async with client.stream("POST", case.path, json=body) as response:
         if response.status_code == 429:
             tally.outcomes["refused"] += 1
@@ -133,7 +156,7 @@ async def ask(client: httpx.AsyncClient, case: Case, model: str, how: str, rng: 
             tally.wrong(f"{case.path} answered {response.status_code}: {(await response.aread())[:200]!r}")
             return
         seen = 0
-        async for name, data in events(response, 0.05 if how == "slow" else 0.0):
+        async for name, data in events(response, SLOW if how == "slow" else 0.0):
             if data == "[DONE]":
                 ended = True
                 continue
@@ -158,27 +181,21 @@ async def ask(client: httpx.AsyncClient, case: Case, model: str, how: str, rng: 
         tally.wrong(f"{case.path} seed {case.body['seed']}: {text!r} is not {case.text!r}")
     else:
         tally.outcomes[f"right, {how}"] += 1
-        if time.monotonic() < tally.until and case.request is not None:
-            tally.tokens += usage["completion_tokens"]
+        tally.tokens += usage["completion_tokens"]
         if drafts and first is not None and how != "slow":
             tally.first_draft.append(first)
             queued = usage["diffusion"]["queue_seconds"]
             tally.first_draft_running.append(usage["diffusion"]["first_draft_seconds"] - queued)
 
 
-async def load(url: str, model: str, cases: list[Case], clients: int, seconds: float, naughty: bool) -> Tally:
+async def load(url: str, model: str, cases: list[Case], clients: int, seconds: float) -> Tally:
     """Every client asks again as soon as it is answered. A tenth vanishes, a tenth reads slowly, half wants drafts."""
-    until = time.monotonic() + seconds
-    tally = Tally(until=until)
+    until, tally = time.monotonic() + seconds, Tally()
 
     async def one(number: int) -> None:
         rng = random.Random(number)
-        how = "drafts" if number % 2 else "plain"
-        if naughty and number % 10 == 3:
-            how = "vanishing"
-        elif naughty and number % 10 == 7:
-            how = "slow"
-        async with httpx.AsyncClient(base_url=url, timeout=httpx.Timeout(120, connect=30)) as client:
+        how = {3: "vanishing", 7: "slow"}.get(number % 10, "drafts" if number % 2 else "plain")
+        async with a_client(url, small_window=how == "slow") as client:
             while time.monotonic() < until:
                 try:
                     await ask(client, rng.choice(cases), model, how, rng, tally)
@@ -195,6 +212,12 @@ def resident(pid: int) -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
 
 
+def computed(pid: int) -> float:
+    """Seconds of all threads: a busy machine changes the time that work takes, but hardly this."""
+    used = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return sum(map(int, used)) / os.sysconf("SC_CLK_TCK")
+
+
 async def watch(pid: int, found: list[float]) -> None:
     while True:
         found.append(resident(pid))
@@ -206,16 +229,14 @@ async def whole_run(
 ) -> tuple[Tally, list[float]]:
     memory: list[float] = []
     watcher = asyncio.create_task(watch(pid, memory))
-    tally = await load(url, model, cases, given.clients, given.seconds, naughty=True)
+    tally = await load(url, model, cases, given.clients, given.seconds)
     watcher.cancel()
     return tally, memory
 
 
-def quantiles(values: list[float]) -> str:
-    if len(values) < 2:
-        return "none"
-    cuts = statistics.quantiles(values, n=20)
-    return f"median {statistics.median(values):.2f} s, 95% {cuts[18]:.2f} s"
+def quantiles(values: list[float]) -> list[float] | None:
+    """Median and 95%."""
+    return [round(statistics.quantiles(values, n=20)[at], 3) for at in (9, 18)] if len(values) > 1 else None
 
 
 def main() -> int:
@@ -226,24 +247,16 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=24)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--queue", type=int, default=48, help="fewer than clients, so that some are refused")
-    parser.add_argument("--compare", type=float, default=20.0, help="seconds of each throughput measurement")
+    parser.add_argument("--compare", type=int, default=105, help="requests of each throughput measurement; 0: none")
     given = parser.parse_args()
 
+    calm, ratios = Tally(), list[float]()
     with Engine.load(given.model, limits=Limits(max_rows=given.batch)) as engine:
         cases = make_cases(engine, given.cases)
         plain = [case for case in cases if case.request is not None]
-        command = [
-            sys.executable,
-            "-m",
-            "diffusiongemma",
-            "serve",
-            given.model,
-            "--port",
-            "0",
-            "--log-file",
-            os.devnull,
-        ]
-        command += ["--batch", str(given.batch), "--queue", str(given.queue)]
+        work = [plain[i % len(plain)] for i in range(given.compare)]
+        command = [sys.executable, "-m", "diffusiongemma", "serve", given.model, "--port", "0"]
+        command += ["--batch", str(given.batch), "--queue", str(given.queue), "--log-file", os.devnull]
         server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             assert server.stdout is not None
@@ -251,48 +264,58 @@ def main() -> int:
             while httpx.get(f"{url}/ready").status_code != 200:
                 time.sleep(0.1)
             model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
-            ratios = []
-            for _ in range(ROUNDS):  # by turns, since a machine is not equally fast all the time
-                bare = bare_throughput(engine, cases, given.compare)
-                calm = asyncio.run(load(url, model, plain, 2 * given.batch, given.compare, naughty=False))
-                ratios.append(calm.tokens / given.compare / bare if bare else 0.0)
+            crowd = min(given.clients, given.batch + given.queue)
+            for _ in range(ROUNDS if work else 0):  # by turns, since a machine is not equally fast all the time
+                before = computed(os.getpid()), computed(server.pid)
+                bare = bare_seconds(engine, work)
+                own = computed(os.getpid()) - before[0]
+                served = asyncio.run(served_seconds(url, model, work, crowd, calm))
+                theirs = computed(server.pid) - before[1]
+                ratios.append(bare / served)
+                print(f"{len(work)} requests: the engine alone {bare:.1f} s, the server {served:.1f} s", end="")
+                print(f"; of computing {own:.1f} s and {theirs:.1f} s", flush=True)
             tally, memory = asyncio.run(whole_run(url, model, server.pid, cases, given))
             time.sleep(1.0)
             health = httpx.get(f"{url}/health").json()
         finally:
             server.terminate()
             code = server.wait(60)
-    return report(given, tally, memory, health, code, ratios)
+    return report(given, calm, tally, memory, health, code, ratios)
 
 
 def report(
     given: argparse.Namespace,
+    calm: Tally,
     tally: Tally,
     memory: list[float],
     health: dict[str, Any],
     code: int,
     ratios: list[float],
 ) -> int:
-    ratio = statistics.median(ratios)
     third = max(1, len(memory) // 3)
     early, late = statistics.median(memory[third : 2 * third]), statistics.median(memory[-third:])
-    faults = tally.outcomes["wrong"] + health["running"] + health["waiting"] + health["engine_failures"] + abs(code)
+    lost = sum(one.asked - sum(one.outcomes.values()) for one in (calm, tally))
+    refused = calm.outcomes["refused"]  # the queue had room for all of these
+    faults = calm.outcomes["wrong"] + tally.outcomes["wrong"] + refused + lost + abs(code)
+    faults += health["running"] + health["waiting"] + health["engine_failures"]
     for name, count in sorted(tally.outcomes.items()):
         print(f"{count:7d}  {name}")
-    for problem in tally.problems:
+    for problem in (*calm.problems, *tally.problems):
         print(f"problem: {problem}")
-    print(f"first draft: {quantiles(tally.first_draft)}")
-    print(f"… less the time in the queue: {quantiles(tally.first_draft_running)}")
-    print(f"memory: {early:.0f} MiB in the second third, {late:.0f} MiB in the last ({100 * (late / early - 1):+.1f}%)")
-    rounds = ", ".join(f"{100 * one:.0f}%" for one in ratios)
-    print(f"throughput: {100 * ratio:.0f}% of the bare engine (at least 90% wanted; rounds {rounds})")
+    draft, running = quantiles(tally.first_draft), quantiles(tally.first_draft_running)
+    print(f"asked {tally.asked} times, {lost} lost; {tally.tokens / given.seconds:.1f} tokens a second came right")
+    print(f"first draft, median and 95%: {draft} s; less the time in the queue: {running} s")
+    print(f"memory, MiB, every half minute: {[round(value) for value in memory[::30]]}")
+    print(f"… {early:.0f} MiB in the second third, {late:.0f} MiB in the last ({100 * (late / early - 1):+.1f}%)")
+    ratio = round(statistics.median(ratios), 3) if ratios else None
+    print(f"throughput over that of the bare engine: {ratio} (at least 0.9 wanted; {[round(r, 3) for r in ratios]})")
     result = {
         "load_test": given.model, "clients": given.clients, "seconds": given.seconds, "outcomes": dict(tally.outcomes),
-        "first_draft_median_s": statistics.median(tally.first_draft) if tally.first_draft else None,
-        "memory_mib": [round(early, 1), round(late, 1)], "throughput_ratio": round(ratio, 3), "faults": faults,
+        "asked": tally.asked, "lost": lost, "first_draft_s": draft, "first_draft_running_s": running,
+        "memory_mib": [round(early, 1), round(late, 1)], "throughput_ratio": ratio, "faults": faults,
     }  # fmt: skip
     print(json.dumps(result))
-    grew = late > 1.1 * early and given.seconds >= 60  # a short run is still warming up
+    grew = late > (1 + GROWTH) * early and given.seconds >= 60  # a short run is still warming up
     return 1 if faults or grew else 0
 
 

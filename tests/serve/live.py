@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
@@ -26,6 +28,7 @@ from diffusiongemma.serve.settings import Settings
 from diffusiongemma.text import default_chat_template
 from diffusiongemma.text.bytes import byte_tokenizer
 
+T = TypeVar("T")
 # The one place that says which model stands for what is shipped: the clients' suite and the document's examples run on
 # it. Everything else is about the server, and runs on a small random model.
 EMBEDDED = "nano" if (ASSETS / "nano" / "config.json").is_file() else ""
@@ -126,6 +129,12 @@ def wait_ready(url: str, seconds: float = 60.0) -> None:
             pass
         time.sleep(0.02)
     raise AssertionError("the server was not ready in time")
+
+
+def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
+    """On a thread of its own: where the studio's tests came first, this one has Playwright's loop."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, coroutine).result()
 
 
 def sse(response: httpx.Response) -> Iterator[tuple[str | None, Any]]:

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from diffusiongemma.serve.schema import ChatRequest, CompletionRequest, Diffusion, EditRequest, InfillRequest
+from diffusiongemma.tasks.format import SUDOKU_CANVAS
+from diffusiongemma.tasks.sudoku import HEAT, STEPS
 from serve.live import Live
 
 DOC = Path(__file__).parents[2] / "docs" / "api.md"
@@ -55,13 +57,18 @@ def test_python(embedded: Live, number: int) -> None:
     assert run([sys.executable, "-"], here(examples("python")[number], embedded)).strip()
 
 
-def test_fetch(embedded: Live) -> None:
+def test_fetch(embedded: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     (code,) = examples("js")
+    monkeypatch.setattr("diffusiongemma.serve.work.BEAT", 0.02)  # comments between the events must not trip it
     if shutil.which("node") is None:
         pytest.skip("no node here")
     code = here(code, embedded).replace('model: "nano"', f"model: {json.dumps(embedded.model)}")
     printed = run(["node", "--input-type=module", "-"], code)
     assert "step 1:" in printed
+
+
+def test_the_form_of_a_sudoku_is_asked_for_as_the_command_does() -> None:
+    assert f'"diffusion": {json.dumps({"canvas": SUDOKU_CANVAS, "steps": STEPS, **HEAT})}' in TEXT
 
 
 def test_every_field_is_named() -> None:

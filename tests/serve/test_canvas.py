@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 
+from diffusiongemma.engine import collect
 from diffusiongemma.tasks import format
+from diffusiongemma.tasks.evaluation import Variant
+from diffusiongemma.tasks.sudoku import HEAT, SudokuBoard
+from diffusiongemma.tasks.sudoku_solver import parse
 from serve.live import EMBEDDED, ENDLESS, QUICK, Live, check_error, sse
 
 STEPS = {"steps": 3}
@@ -65,6 +69,25 @@ def test_the_prompt_of_a_chat_is_the_one_that_the_embedded_model_was_trained_on(
         assert list(prompt)[-len(trained) :] == trained  # its template may put examples before it
 
 
+def test_a_form_gives_the_board_that_the_command_gives(embedded: Live) -> None:
+    """… for the same seed. Two steps are too few for a hard board, so it shows if anything differs on the way."""
+    if not EMBEDDED:
+        pytest.skip("no model is embedded")
+    puzzle = "800000000003600000070090200050007000000045700000100030001000068008500010090000400"
+    engine, boards = embedded.engine, set()
+    for seed in (1, 2, 3):
+        request = SudokuBoard.of(engine).request(engine, parse(puzzle), Variant(steps=2), seed)
+        form = {
+            "messages": [{"role": "user", "content": f"Sudoku\n{puzzle}"}],
+            "template": puzzle.replace("0", "[[?1]]"),
+            "diffusion": {"canvas": 96, "steps": 2, **HEAT},
+        }
+        found = infill(embedded, seed=seed, **form)
+        assert found["text"] == collect(engine.events(request)).text
+        boards.add(found["text"])
+    assert len(boards) > 1
+
+
 @pytest.mark.parametrize("drafts", [True, False])
 def test_a_stream_ends_with_the_whole_object(live: Live, drafts: bool) -> None:
     body = {
@@ -110,6 +133,11 @@ def test_an_edit_keeps_what_it_must(live: Live) -> None:
         ("infill", {"template": TEMPLATE, "n": 2}, "n"),
         ("infill", {"template": TEMPLATE, "stop": "x"}, "stop"),
         ("infill", {"template": ["a", {"max_tokens": 2, "min_tokens": 3}]}, "template"),
+        (
+            "infill",
+            {"template": ["a", {"max_tokens": 9}, {"max_tokens": 900, "min_tokens": 600}, "b" * 30]},
+            "template",
+        ),
         ("infill", {"template": "[[?]]", "messages": ASK}, "template"),
         ("infill", {"template": "[[?9999]]", "messages": ASK}, "template"),
         ("infill", {"template": "[[?2]]", "messages": ASK, "strategy": "canvas"}, "strategy"),

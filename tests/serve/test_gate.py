@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from diffusiongemma.serve.errors import ApiError, unavailable
 from diffusiongemma.serve.limits import Gate, Turn
+from serve.live import run_async
 
 
 def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
     @wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:
-        asyncio.run(test(*args, **kwargs))
+        run_async(test(*args, **kwargs))
 
     return run
 
@@ -187,4 +188,4 @@ def test_all_are_served_or_refused_within_the_bounds(rows: int, queue: int, aske
         assert (gate.running, gate.waiting) == (0, 0)
         assert sum(results) >= min(len(asked), queue)
 
-    asyncio.run(run())
+    run_async(run())

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from serve.live import ENDLESS, QUICK, Live
+from serve.live import EMBEDDED, ENDLESS, QUICK, Live, random_model, run_async, serving
 
 ASK: list[Any] = [{"role": "user", "content": "12 + 30 ="}]
 EXTRA = {"diffusion": QUICK}
@@ -357,6 +358,68 @@ def test_mistakes_of_completions_are_named(
     assert caught.value.param == param
 
 
+@pytest.fixture(scope="module")
+def narrow() -> Iterator[Live]:
+    """One row, a queue of one, a key, little time."""
+    with serving(
+        model=EMBEDDED or random_model(), batch=1, queue=1, keys=("a-key-of-the-tests",), request_seconds=3.0
+    ) as server:
+        yield server
+
+
+def test_errors_that_are_no_mistakes_of_the_request(narrow: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is the class of the client that stands for it."""
+    options: dict[str, Any] = {"base_url": f"{narrow.url}/v1", "max_retries": 0}
+    with OpenAI(api_key="another-key-0123456", **options) as stranger, pytest.raises(openai.AuthenticationError):
+        chat(stranger, narrow)
+    key = narrow.key or ""
+    origin = {"Origin": "https://elsewhere.example"}
+    with OpenAI(api_key=key, default_headers=origin, **options) as page, pytest.raises(openai.PermissionDeniedError):
+        chat(page, narrow)
+    with OpenAI(api_key=key, timeout=60, **options) as client, ThreadPoolExecutor(8) as pool:
+        slow = {"max_tokens": 200, "extra_body": {"diffusion": ENDLESS}}
+        asked = [pool.submit(chat, client, narrow, **slow) for _ in range(8)]
+        errors = [future.exception() for future in asked]
+        late = [error for error in errors if isinstance(error, openai.InternalServerError)]
+        full = [error for error in errors if isinstance(error, openai.RateLimitError)]
+        assert len(late) + len(full) == len(errors)  # what ran, or waited, for too long; and what had no place
+        assert {error.status_code for error in late} == {504}
+        assert {error.code for error in full} == {"queue_full"}
+        assert all(int(error.response.headers["retry-after"]) >= 1 for error in full)
+        with pytest.raises(openai.APITimeoutError):
+            chat(client.with_options(timeout=0.2), narrow, **slow)
+        narrow.wait_idle()
+
+        def broken(*_: Any) -> None:
+            raise RuntimeError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(narrow.engine.scheduler.runner, "denoise", broken)
+            with pytest.raises(openai.InternalServerError) as caught:
+                chat(client, narrow)
+            assert caught.value.status_code == 503
+        # After the stream has begun, an error is an event, which the client raises.
+        given = {"diffusion": ENDLESS, "stream_options": {"include_drafts": True}}
+        with pytest.raises(openai.APIError) as broke:
+            for _ in chat(client, narrow, max_tokens=200, stream=True, extra_body=given):
+                pass
+        assert broke.value.code == "time_limit"
+        # A client that may retry does so, after the time that it was told, and gets its answer.
+        with ThreadPoolExecutor(6) as many:
+            quick = {"max_tokens": 8, "extra_body": EXTRA}
+            patient = client.with_options(max_retries=8)
+            found = [many.submit(chat, patient, narrow, **quick) for _ in range(6)]
+            assert len({future.result().choices[0].message.content for future in found}) == 1
+
+
+def test_a_server_that_is_not_there() -> None:
+    with (
+        OpenAI(base_url="http://127.0.0.1:9/v1", api_key="none", max_retries=0) as client,
+        pytest.raises(openai.APIConnectionError),
+    ):
+        client.models.list()
+
+
 # ---- leaving ---------------------------------------------------------------------------------------------------------
 
 
@@ -378,5 +441,5 @@ def test_cancelling_a_call_stops_the_work(live: Live) -> None:
             with pytest.raises(asyncio.TimeoutError):
                 await asyncio.wait_for(call, 0.3)
 
-    asyncio.run(leave())
+    run_async(leave())
     live.wait_idle()

@@ -3,9 +3,10 @@
 import pytest
 from playwright.sync_api import Page, expect
 
+from diffusiongemma.tasks.sudoku import HEAT, STEPS
 from diffusiongemma.tasks.sudoku_levels import by_singles
 from diffusiongemma.tasks.sudoku_solver import is_solution, is_unique, parse
-from studio.stage import SHIPPED, Seen, Served, answer_with, draft, set_option, usage, wait_done
+from studio.stage import SHIPPED, Seen, Served, answer_with, draft, heard, listen, set_option, usage, wait_done
 
 PUZZLE = "530070000600195000098000060800060003400803001700020006060000280000419005000080079"
 SOLVED = "534678912672195348198342567859761423426853791713924856961537284287419635345286179"
@@ -26,8 +27,13 @@ def test_the_embedded_model_solves_a_board(studio: Seen) -> None:
     page = studio.page
     load(page)
     set_option(page, "sudoku", seed=1, attempts=5)
+    listen(page)
     page.click("#panel-sudoku [data-go]")
     wait_done(page, "sudoku")
+    asked, _ = heard(page)
+    assert asked["diffusion"] == {"canvas": 96, "steps": STEPS, **HEAT}, (
+        "as `dgemma sudoku` asks: the same seed, the same board"
+    )
     expect(page.locator("#sudoku-verdict")).to_have_text("Solved: every row, column and box holds 1 to 9.")
     assert is_solution(parse(board(page)), parse(PUZZLE))
     assert page.locator("#board .given").count() == 30

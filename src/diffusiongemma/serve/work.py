@@ -19,7 +19,7 @@ from starlette.requests import Request as HttpRequest
 from diffusiongemma.engine import Draft, End, Engine, Event, Metrics, Request
 from diffusiongemma.engine.worker import Scope
 from diffusiongemma.errors import ConfigError, DiffusionGemmaError, InputError
-from diffusiongemma.serve.errors import CLIENT_GONE, ApiError, bad_request, engine_failed, too_slow, unavailable
+from diffusiongemma.serve.errors import CLIENT_GONE, ApiError, engine_failed, from_engine, too_slow, unavailable
 from diffusiongemma.serve.limits import Gate, Turn
 
 log = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class Job:
             if isinstance(event, End):
                 open_ends -= 1
                 if event.finish_reason == "error":
-                    raise bad_request(str(event.error)) if event.refused else self._failure or engine_failed()
+                    raise refused(str(event.error)) if event.refused else self._failure or engine_failed()
                 if event.finish_reason == "cancelled":
                     raise self._failure or engine_failed()
             if self._failure is not None:
@@ -192,3 +192,8 @@ class Job:
             return task.result()
         finally:
             task.cancel()
+
+
+def refused(message: str) -> ApiError:
+    """What came out as a mistake of the request only when its turn had come, such as a hole that has no room."""
+    return from_engine(InputError(message), {"a": "template"})

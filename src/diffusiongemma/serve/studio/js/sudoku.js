@@ -10,6 +10,8 @@ import { Task, partsOf } from "./task.js";
 import { Timeline } from "./timeline.js";
 
 const CANVAS = 96; // what the embedded model learned boards in: 81 cells, the end, padding
+// As `dgemma sudoku` has it: hotter than it writes text, and time for boards that hang in what they believe.
+const SAMPLER = { steps: 192, t_min: 0.4, t_max: 0.8, forget: 8 };
 const PATIENCE = 50000; // nodes of search to tell whether a puzzle of one's own has a solution
 
 export function startSudoku() {
@@ -110,7 +112,7 @@ function bodyFor(givens, values) {
   const template = givens.map((value) => value || "[[?1]]").join("");
   const canvas = Math.min(CANVAS, link.model.canvas_length);
   const messages = [{ role: "user", content: `Sudoku\n${givens.join("")}` }];
-  return { messages, template, ...fieldsOf(values, { canvas }) };
+  return { messages, template, ...fieldsOf(values, { canvas, ...SAMPLER }) };
 }
 
 /** A puzzle that cannot be solved is not sent. That is all that a solver does here. */
