@@ -1,7 +1,7 @@
 """A sheet of icons that the model draws for held-out names, one seed after another: nothing is picked by hand.
 
     python scripts/contact_sheet.py --out docs/nano_icons.png
-    python scripts/contact_sheet.py --out docs/nano_icons.png --answers svg.jsonl   # what `dgemma eval svg --output` kept
+    python scripts/contact_sheet.py --out docs/nano_icons.png --answers svg.jsonl  # by `dgemma eval svg --output`
 
 The names are the first of the built-in set, the seeds count on from --seed, each has one attempt. An answer that is not
 a sound icon is shown as a failure with its first problem; of a drawable one the picture is shown too.
