@@ -60,10 +60,11 @@ def test_flags_arrive_under_the_names_of_the_options() -> None:
 
     line = "--max-new-tokens 9 --seed 0 --stop a --stop b --stop-token 7 --logprobs 0 --steps 4 --t-min 0.1 --t-max 0.2"
     line += " --entropy-bound 0.3 --threshold 0.9 --stability 0 --confidence 0.01 --no-early-stop --canvas 16 --redo 2"
+    line += " --forget 3"
     line += " --ar --temperature 0 --top-p 0.5 --device cpu --dtype float32 --json -m x"
     options = dict(
         max_new_tokens=9, seed=0, stop=["a", "b"], stop_tokens=[7], logprobs=0, steps=4, t_min=0.1, t_max=0.2,
-        entropy_bound=0.3, threshold=0.9, stability=0, confidence=0.01, early_stop=False, canvas=16, redo=2,
+        entropy_bound=0.3, threshold=0.9, stability=0, confidence=0.01, early_stop=False, canvas=16, redo=2, forget=3,
         mode="ar", temperature=0.0, top_p=0.5,
     )  # fmt: skip
     assert set(options) == {flag.name for flag in FLAGS}
