@@ -58,11 +58,13 @@ class Profile:
 def families() -> dict[str, str]:
     """Kernel -> part, for every Triton kernel in `ops/`; norms and the router are the rest."""
     from triton.runtime import JITFunction
+    from triton.runtime.interpreter import InterpretedFunction  # what a kernel is where TRITON_INTERPRET is set
 
     found = {}
     for file in sorted(Path(diffusiongemma.ops.__path__[0]).glob("*_triton.py")):
         for name, value in vars(import_module(f"diffusiongemma.ops.{file.stem}")).items():
-            if name.endswith("kernel") and isinstance(value, JITFunction) and value.__module__.endswith(file.stem):
+            ours = isinstance(value, JITFunction | InterpretedFunction) and value.fn.__module__.endswith(file.stem)
+            if name.endswith("kernel") and ours:
                 found[name] = _FILES.get(file.stem.partition("_")[0], REST)
     return found
 
