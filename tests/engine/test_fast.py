@@ -164,7 +164,8 @@ def test_rows_are_told_where_they_moved() -> None:
         assert got[1][:-1] == told(plain.submit(long, draws=BoardDraws(2)))[:-1]
 
 
-def test_which_runner() -> None:
+def test_which_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")  # else kernels run here too
     model = make_model()
     assert type(choose_runner(model, Limits())) is Runner
     assert type(choose_runner(model, Limits(), kernels=False)) is Runner
