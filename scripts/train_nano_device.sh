@@ -16,7 +16,7 @@
 #                    ($EXTRA: more options, such as `--experts dense`)
 #   finetune RECIPE MAX TOTAL   the same with another recipe, in the same run (weights of tasks may differ)
 #   collect          metrics, curves and the averaged weights in int8 (four shards) to $OUT
-#   evals SECONDS    `dgemma eval` of what was collected, as it would be shipped: all tasks side by side, to $OUT
+#   evals SECONDS    `dgemma eval` of what was collected, as it would be shipped, each at most so long, to $OUT
 set -euo pipefail
 cd "$(dirname "$0")/.."
 work=${WORK:-/tmp/dgemma-nano} carry=${CARRY:-carry} out=${OUT:-$work/out}
@@ -99,12 +99,11 @@ while (($#)); do
     evals)
         rm -rf "$work/eval-out" "$work/shipped" && mkdir -p "$work/eval-out"
         python3 -m diffusiongemma.train.ship "$out" "$work/shipped" --tokenizer "$work/tokenizer"
-        (nvidia-cuda-mps-control -d || true) >/dev/null 2>&1 # several processes at once on the GPU, where it can
-        judge() { # NAME ARGUMENTS: one process; what it says and every answer are kept
+        judge() { # NAME ARGUMENTS: what it says and every answer are kept; side by side they would wait for each other
             local name=$1
             shift
-            OMP_NUM_THREADS=1 timeout "$limit" python3 -m diffusiongemma eval "$@" -m "$work/shipped" --device cuda --dtype float32 \
-                --json --output "$work/eval-out/$name.jsonl" >"$work/eval-out/$name.json" 2>"$work/eval-out/$name.err" || echo "$name: $?" &
+            OMP_NUM_THREADS=1 timeout "$limit" python3 -m diffusiongemma eval "$@" -m "$work/shipped" --device cuda --batch 16 \
+                --json --output "$work/eval-out/$name.jsonl" >"$work/eval-out/$name.json" 2>"$work/eval-out/$name.err" || echo "$name: $?"
         }
         limit=$1
         shift
@@ -121,7 +120,6 @@ while (($#)); do
         judge svg svg
         judge svg-ar svg --mode ar
         judge arithmetic arithmetic --mode both
-        wait
         tail -n 3 "$work"/eval-out/*.err
         tar czf "$out/evals.tar.gz" -C "$work" eval-out
         ls -l "$out" ;;

@@ -19,10 +19,9 @@ from diffusiongemma.config import ModelConfig
 from diffusiongemma.errors import ConfigError
 from diffusiongemma.model.layers import Experts
 from diffusiongemma.model.network import DiffusionGemma, Embedding
-from diffusiongemma.ops import kernels
 from diffusiongemma.ops.linear import Linear
 from diffusiongemma.ops.quant import Format, pack_int4, parse_format, quantize_into
-from diffusiongemma.ops.quantized import QuantEmbedding, QuantExperts, QuantLinear, QuantWeight, use_kernels
+from diffusiongemma.ops.quantized import QuantEmbedding, QuantExperts, QuantLinear, QuantWeight
 
 EMBEDDINGS = "embed_tokens.weight"
 _STEPS = 3.0  # of a 4-bit scale in one standard deviation: near the best for normal numbers
@@ -143,21 +142,6 @@ def random_network(
                 else:
                     quantize_into(rows, module.format, q, scale)
     return model
-
-
-def prepare_kernels(model: DiffusionGemma) -> list[str]:
-    """After loading, on a GPU with kernels: lay 4-bit weights out for them, in place, and let the plain network use the
-    products -> what stays as it was, and why. Elsewhere nothing is touched, and the one line says why.
-
-    From then on the network computes on its GPU only; what it holds, and what is saved of it, are the same numbers.
-    """
-    if reason := kernels.unavailable(model.device):
-        return [reason]
-    from diffusiongemma.ops import experts_triton, linear_triton, product_triton
-
-    if reason := product_triton.runs_in(model.dtype):
-        return [reason]
-    return use_kernels(model, linear_triton.linear, experts_triton.experts_quantised)
 
 
 def footprint(config: ModelConfig, scheme: Scheme | None, dtype: torch.dtype = torch.bfloat16) -> int:

@@ -19,8 +19,10 @@ def unsupported(model: DiffusionGemma) -> str | None:
     """Why the Triton kernels cannot run this network, or None."""
     if reason := kernels.unavailable(model.device):
         return reason
-    if model.dtype != torch.bfloat16 and not kernels.interpreted():
-        return f"the kernels compute in bfloat16, the model in {str(model.dtype).removeprefix('torch.')}"
+    from diffusiongemma.ops.product_triton import runs_in
+
+    if reason := runs_in(model.dtype):
+        return reason
     return next(filter(None, (*_shapes(model), *_weights(model))), None)
 
 
@@ -66,10 +68,7 @@ def _weights(model: DiffusionGemma) -> list[str | None]:
             (layer.down, config.moe_intermediate_size, False),
         )
         for (numbers, _), inputs, gated in sized:
-            four_bits = numbers.dtype in (
-                torch.int32,
-                torch.uint8,
-            )  # as stored, as laid out: `unfit` has spoken for them
+            four_bits = numbers.dtype in (torch.int32, torch.uint8)  # stored, laid out: `unfit` has spoken for them
             if not four_bits and not (numbers.dtype == torch.float32 and kernels.interpreted()):
                 found.append(product_triton.supported(device, numbers, inputs, gated))
     return found
