@@ -171,3 +171,24 @@ def test_what_a_board_cannot_hold() -> None:
     several = [Forbidden((1,), 3), Forbidden((2,), 5)]
     assert "several" in str(unfit(Denoiser(VOCAB, schedule, EntropyBound(1.0), None, several)))
     assert "Other" in str(unfit(Denoiser(VOCAB, schedule, Other(), None)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_kernels_are_handed_memory_that_they_can_read(rows: int) -> None:
+    """Expanding one row gave a view of stride 0: a kernel then read the seeds and temperatures of nobody."""
+    board = Board.empty(3, WIDTH, HIDDEN, VOCAB, torch.float32)
+    denoiser = Denoiser(VOCAB, LinearTemperature(0.4, 0.8, 5), EntropyBound(0.1), None)
+    for row in range(3):
+        board.put(row, denoiser, denoiser.start(WIDTH, SeededDraws(row)), None, row + 7, row)
+    asked: list[Tensor] = []
+
+    def source(seed: Tensor, step: Tensor, position: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+        asked.extend((seed, step, position))
+        return seed, step
+
+    board.draws(rows, VOCAB, source)
+    asked.append(board.rules(rows, torch.rand(rows * WIDTH), False).temperature)
+    for tensor in asked:
+        assert tensor.is_contiguous()
+        assert tensor.shape == (rows * WIDTH,)
+    assert asked[0].view(rows, WIDTH)[:, 3].tolist() == [row + 7 for row in range(rows)]

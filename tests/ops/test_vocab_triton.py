@@ -2,6 +2,8 @@
 
 from ops.triton_cpu import DEVICE  # isort: skip
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -245,6 +247,21 @@ def test_draws_are_the_same_to_the_bit() -> None:
     alone = vocab_triton.draws(seed[7:8], step[7:8], position[7:8], 50_257)
     assert alone[0] == got[0][7]
     assert alone[1] == got[1][7]
+
+
+def test_numbers_that_do_not_lie_side_by_side_are_read_as_they_are_meant() -> None:
+    """One seed, step and temperature for a whole row, expanded: its stride is 0"""
+    count = 40
+    seed, step = (torch.tensor([n], device=DEVICE).expand(count) for n in (11, 3))
+    position = torch.arange(2 * count, dtype=torch.int32, device=DEVICE)[::2]
+    for got, want in zip(vocab_triton.draws(seed, step, position, 999), draws(seed, step, position, 999), strict=True):
+        assert torch.equal(got, want)
+    hidden, table, rules = make()
+    one = replace(rules, temperature=torch.tensor([0.7], device=DEVICE).expand(len(hidden)))
+    same = replace(rules, temperature=one.temperature.contiguous())
+    got, want = (vocab_triton.vocab_end(hidden, table, r, CAP, 1.0) for r in (one, same))
+    assert torch.equal(got.entropy, want.entropy)
+    assert torch.equal(got.sample, want.sample)
 
 
 def test_philox_is_philox() -> None:

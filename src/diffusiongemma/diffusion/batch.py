@@ -135,7 +135,7 @@ class Board:
         _, _, _, steps, _, _ = self.counts[:, :rows]
         remaining = (steps - self.step(rows)).float() / steps
         t_min, t_max = self.reals[0, :rows], self.reals[1, :rows]
-        temperature = (t_min + (t_max - t_min) * remaining)[:, None].expand(rows, self.width).reshape(-1)
+        temperature = self._each(t_min + (t_max - t_min) * remaining)
         if not ruled:
             return Rules(temperature, uniform)
         return Rules(temperature, uniform, self.pin[:rows].flatten(), self.banned, self.banned_set[:rows].flatten())
@@ -143,10 +143,12 @@ class Board:
     def draws(self, rows: int, vocab: int, source: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """-> uniform [B L] float32, token [B L] int64"""
         width, device = self.width, self.tokens.device
-        position = torch.arange(width, dtype=torch.int32, device=device).expand(rows, width).reshape(-1)
-        seed = self.seed[:rows, None].expand(rows, width).reshape(-1)
-        step = self.drawn(rows)[:, None].expand(rows, width).reshape(-1)
-        return source(seed, step, position, vocab)
+        position = torch.arange(width, dtype=torch.int32, device=device).repeat(rows)
+        return source(self._each(self.seed[:rows]), self._each(self.drawn(rows)), position, vocab)
+
+    def _each(self, values: Tensor) -> Tensor:
+        """[B] -> [B L], in memory of its own: expanding a single row alone would give a view that kernels misread"""
+        return values[:, None].expand(-1, self.width).contiguous().view(-1)
 
     def decide(self, rows: int, reading: Reading, noise: Tensor) -> None:
         """What was read of the logits, noise [B L] -> the boards' next state, and the outcome in `out`"""

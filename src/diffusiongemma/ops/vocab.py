@@ -90,6 +90,11 @@ class Rules:
             None if self.banned_set is None else self.banned_set[part],
         )
 
+    def contiguous(self) -> Rules:
+        """The same for kernels, which count from number to number"""
+        given = (self.temperature, self.uniform, self.pin, self.banned, self.banned_set)
+        return Rules(*(None if t is None else t.contiguous() for t in given))  # type: ignore[arg-type]
+
 
 def ban(sets: list[list[int]], vocab: int, device: torch.device | str = "cpu") -> Tensor:
     """Lists of token ids -> [G, V/32] int32, as `Rules.banned` wants it"""

@@ -149,7 +149,7 @@ def vocab_end(
     parts = []
     for first in range(0, hidden.shape[0], CHUNK):
         x = hidden[first : first + CHUNK]
-        part = rules.rows(first, first + CHUNK)
+        part = rules.rows(first, first + CHUNK).contiguous()
         if how == "fused":
             weights, stats, tile = weigh_fused(
                 x, table, part, cap, head_blocks(few, table.weight.element_size()), fixed
@@ -209,5 +209,6 @@ def draws(seed: Tensor, step: Tensor, position: Tensor, vocab: int) -> tuple[Ten
     count = seed.shape[0]
     uniform = torch.empty(count, dtype=torch.float32, device=seed.device)
     token = torch.empty(count, dtype=torch.int64, device=seed.device)
-    run(_draws_kernel, triton.cdiv(count, 256), seed, step, position, uniform, token, count, vocab, BLOCK=256)
+    given = (t.contiguous() for t in (seed, step, position))
+    run(_draws_kernel, triton.cdiv(count, 256), *given, uniform, token, count, vocab, BLOCK=256)
     return uniform, token
