@@ -12,7 +12,9 @@ from diffusiongemma.errors import ConfigError, DataError
 from diffusiongemma.tasks import format
 from diffusiongemma.tasks.format import BOS, EOS, FIM_PREFIX, FIM_SUFFIX, PAD
 from diffusiongemma.train.batches import Batches, turns
+from diffusiongemma.train.loop import Trainer
 from diffusiongemma.train.recipe import Recipe, parse_recipe
+from diffusiongemma.train.report import Window
 from diffusiongemma.train.sources import Vocabulary
 
 VOCABULARY = Vocabulary("bytes")
@@ -120,6 +122,18 @@ def test_chats_are_framed_as_inference_will(data: Path, kind: str) -> None:
         if kind == "icons":
             number = asked.removeprefix("SVG icon\nicon ").removesuffix(", outline")
             assert text(answer(canvas)) == f"<svg>{number}</svg>"
+
+
+def test_icons_are_trained_along_the_path_of_the_sampler(data: Path, tmp_path: Path) -> None:
+    """Several rounds over icons, at temperatures and acceptance of their own."""
+    ranges = {"noise": [0.5, 1.0], "temperature": [0.1, 0.6], "accept": [0.05, 1]}
+    made = recipe(data, kind="icons", source="icons", rounds=3, **ranges)
+    trainer = Trainer(made, tmp_path / "run", torch.device("cpu"), quiet=True)
+    window = Window()
+    trainer.train_step(trainer.batches[0], window)
+    figures = window.means()["t"]
+    assert 0 < figures["last round"] != figures["first round"] > 0
+    assert trainer.objectives["t"].temperature == (0.1, 0.6)
 
 
 def test_bare_chats_begin_at_bos(data: Path) -> None:

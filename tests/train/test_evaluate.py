@@ -1,9 +1,12 @@
 """Sampling and evaluating while training."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from torch import Tensor
 
 from diffusiongemma.config import ModelConfig
 from diffusiongemma.model import DiffusionGemma
@@ -18,7 +21,9 @@ from diffusiongemma.train.sample import Sampler, generate
 from diffusiongemma.train.sources import Vocabulary
 
 
-def test_what_was_learned_is_sampled_and_pins_hold() -> None:
+@pytest.fixture(scope="module")
+def learned() -> tuple[TrainingForward, Tensor, Tensor]:
+    """A network that knows two rows by heart: prefix [2, 6], canvas [2, 8]"""
     torch.manual_seed(0)
     config = ModelConfig.preset("tiny", vocab_size=64, num_hidden_layers=2)
     model = DiffusionGemma(config).init_weights(0)
@@ -29,6 +34,12 @@ def test_what_was_learned_is_sampled_and_pins_hold() -> None:
     for _ in range(150):
         micro_loss(forward, rows, ObjectiveConfig(), views=4).loss.backward()
         optimizer.step(1.0)
+    return forward, prefix, canvas
+
+
+def test_what_was_learned_is_sampled_and_pins_hold(learned: tuple[TrainingForward, Tensor, Tensor]) -> None:
+    forward, prefix, canvas = learned
+    torch.manual_seed(0)
     made, steps = generate(forward, prefix, 8, sampler=Sampler(steps=12))
     assert torch.equal(made, canvas)
     assert int(steps.max()) <= 12
@@ -36,6 +47,35 @@ def test_what_was_learned_is_sampled_and_pins_hold() -> None:
     fixed[:, 3] = 7
     made, _ = generate(forward, prefix, 8, fixed, Sampler(steps=3))
     assert made[:, 3].tolist() == [7, 7]
+
+
+def test_rows_that_are_done_leave_and_nobody_notices(
+    learned: tuple[TrainingForward, Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, known, _ = learned
+    torch.manual_seed(1)
+    prefix = torch.cat([known, torch.randint(64, (3, 6)), known])  # what it does not know takes longer
+    denoise = forward.denoise
+    seen: list[tuple[int, bool]] = []
+
+    def watch(canvas: Tensor, soft: Tensor | None, kept: list[Any]) -> Any:
+        seen.append((len(canvas), soft is None))
+        return denoise(canvas, soft, kept)
+
+    monkeypatch.setattr(forward, "denoise", watch)
+    outcomes = []
+    for fewest in (1, len(prefix)):  # the second computes rows that are done to the end
+        torch.manual_seed(2)
+        outcomes.append(generate(forward, prefix, 8, sampler=Sampler(steps=24, forget=5), fewest=fewest))
+    (fast, steps), (slow, all_steps) = outcomes
+    assert torch.equal(fast, slow)
+    assert torch.equal(steps, all_steps)
+    first = len(seen) // 2
+    widths, plain = [rows for rows, _ in seen[:first]], [rows for rows, _ in seen[first:]]
+    assert widths[0] == 7
+    assert min(widths) <= 3
+    assert set(plain) == {7}
+    assert [n for n, (_, forgot) in enumerate(seen[:first]) if forgot] == list(range(0, first, 5))
 
 
 def test_is_solved() -> None:
@@ -47,7 +87,9 @@ def test_is_solved() -> None:
 
 def test_evaluators_follow_the_recipe(tmp_path: Path) -> None:
     boards = make_boards(1, np.full(3, 40, np.uint8)).puzzle
-    (tmp_path / "sudoku_mine.txt").write_text("".join("".join(map(str, b)) + "\n" for b in boards.tolist()))
+    for name in ("mine", "qqwing_expert"):
+        lines = ("".join(map(str, b)) + "\n" for b in boards.tolist())
+        (tmp_path / f"sudoku_{name}.txt").write_text("".join(lines))
     vocabulary = Vocabulary("bytes")
     text = "".join(f"value{n} = {n}\n" for n in range(40))
     ids = [*vocabulary.encode(text), 1]
@@ -66,4 +108,6 @@ def test_evaluators_follow_the_recipe(tmp_path: Path) -> None:
         figures |= check(forward)
     assert figures["mine solved"] == 0.0  # a random network solves nothing
     assert figures["heldout line exact"] == 0.0
-    assert figures["mine steps"] > 1
+    assert 48 < figures["mine steps"] <= 192  # as `dgemma sudoku` does it
+    assert figures["qqwing_expert steps"] > figures["qqwing_expert released steps"] > 1
+    assert "mine released solved" not in figures

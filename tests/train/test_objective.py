@@ -69,7 +69,7 @@ def test_span_noise_is_one_hole() -> None:
 def test_sampler_step_accepts_by_entropy() -> None:
     candidate = torch.full((1, 4), 10_000)
     entropy = torch.tensor([[0.5, 0.01, 0.02, 3.0]])
-    canvas = sampler_step(candidate, entropy, torch.tensor([[0.1]]), 100)
+    canvas = sampler_step(candidate, entropy, torch.tensor([[0.1]]), torch.zeros(1, 4, dtype=torch.int64))
     assert (canvas == 10_000).tolist() == [[True, True, True, False]]  # sums before: 0.03, 0, 0.01, 0.53
 
 

@@ -5,6 +5,11 @@ that are solved or have had `hold` rounds. So the model trains most on what it f
 long denoising, which a few rounds from noise never reach. The state is part of a checkpoint, or a resumed run would
 not be the same.
 
+With `forget` a row reads no belief in every so many rounds, as a sampler with that option: what is believed confirms
+itself, and a canvas can hang in it. Without one the network takes accepted tokens at their word, and that is what
+helps: it must not unlearn it on its own mistakes. So with `trust`, the rows in that share of the places get the right
+tokens wherever some are accepted for such a round; the others go on from their own, and learn to repair them.
+
 Legend: B rows, P prefix, L canvas, D hidden.
 """
 
@@ -25,15 +30,19 @@ class Held:
     soft: Tensor  # [B L, D] the belief that it is conditioned on
     age: Tensor  # [B] rounds taken; 0: nobody is held here
     limit: int  # rounds at most
+    forget: int = 0  # rounds after which, and again, a row reads its canvas alone; 0: never
+    trust: float = 0.0  # share of the places whose canvas is right then
 
     @classmethod
-    def nobody(cls, like: Rows, hidden: int, dtype: torch.dtype, limit: int) -> Held:
+    def nobody(
+        cls, like: Rows, hidden: int, dtype: torch.dtype, limit: int, forget: int = 0, trust: float = 0.0
+    ) -> Held:
         """`like`: a micro-batch of the task, on the device."""
         rows = Rows(like.task, *(torch.zeros_like(t) for t in like.tensors()))
         device, size = like.canvas.device, like.canvas.numel()
         soft = torch.zeros(size, hidden, dtype=dtype, device=device)
         age = torch.zeros(len(like.canvas), dtype=torch.int64, device=device)
-        return cls(rows, torch.zeros_like(like.canvas), soft, age, limit)
+        return cls(rows, torch.zeros_like(like.canvas), soft, age, limit, forget, trust)
 
     def clear(self) -> None:
         self.age.zero_()
@@ -49,6 +58,16 @@ class Held:
         here = self.age > 0
         along = here.repeat_interleave(noisy.shape[1])[:, None]
         return torch.where(here[:, None], self.noisy, noisy), torch.where(along, self.soft, 0.0)
+
+    def forgets(self, rounds: int) -> Tensor:
+        """[B]: who reads no belief after so many more rounds; not who has taken none, and has none yet"""
+        age = self.age + rounds
+        return (age > 0) & (age % self.forget == 0) if self.forget else torch.zeros_like(age, dtype=torch.bool)
+
+    def told(self, rounds: int) -> Tensor:
+        """[B]: who forgets then and is given the right tokens: the first places (a row stays in its place)"""
+        places = len(self.age)
+        return self.forgets(rounds) & (torch.arange(places, device=self.age.device) < int(places * self.trust))
 
     @torch.no_grad()
     def keep(self, rows: Rows, noisy: Tensor, soft: Tensor, solved: Tensor, rounds: int) -> None:

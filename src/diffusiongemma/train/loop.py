@@ -63,7 +63,9 @@ class Trainer:
         self.usage = torch.full((layers, experts), 1.0 / experts, device=device)
         self.graphs: dict[str, Recorded] = {}
         self.held = {
-            task.name: Held.nobody(self.batches.draw(n, 0).to(device), config.hidden_size, dtype, task.hold)
+            task.name: Held.nobody(
+                self.batches.draw(n, 0).to(device), config.hidden_size, dtype, task.hold, task.forget, task.trust
+            )
             for n, task in enumerate(recipe.tasks)
             if task.hold
         }
@@ -73,6 +75,7 @@ class Trainer:
         per_row = {t.name: row_flops(config, t, recipe.objective) for t in recipe.tasks}
         self.flops = {t.name: per_row[t.name] * n for t, n in zip(recipe.tasks, self.batches.counts, strict=True)}
         self.tasks = {t.name: t for t in recipe.tasks}
+        self.objectives = {t.name: recipe.objective_of(t) for t in recipe.tasks}
         parameters = sum(p.numel() for p in self.model.parameters())
         self.report.say(
             f"{recipe.name}: {parameters / 1e6:.1f} M parameters on {device}, experts {path}, "
@@ -156,12 +159,13 @@ class Trainer:
         return micro_loss(
             self.forward,
             rows.to(self.device),
-            self.recipe.objective,
+            self.objectives[rows.task],
             views=task.views,
             usage=self.usage,
             rounds=task.rounds,
             noise=task.noise,
             held=self.held.get(rows.task),
+            drop=task.drop,
         )
 
     def _tokens(self, rows: Rows) -> int:

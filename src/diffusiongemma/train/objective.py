@@ -7,7 +7,9 @@ sampler would make of that belief, accepted guesses and fresh noise, so that the
 
 A task with `rounds` follows the sampler further: every pass is trained, and what it believed makes the canvas and the
 conditioning of the next. No pass is without gradient, and the model meets the states that it leads itself into; boards
-that need many steps of thought gain most. With `hold` it follows it into the next micro-batches (train/held.py).
+that need many steps of thought gain most. With `hold` it follows it into the next micro-batches, and with `forget`
+through the rounds in which the sampler drops what it believes (train/held.py). `drop` leaves out the belief of a share
+of the positions in every round.
 
 Legend: B rows, P prefix, L canvas, R = views * B canvases, N = R L, D hidden, V vocabulary.
 """
@@ -50,12 +52,17 @@ def corrupt(canvas: Tensor, pinned: Tensor, vocabulary: int, span: float, noise:
     return torch.where(hit & ~pinned, torch.randint(vocabulary, canvas.shape, device=device), canvas)
 
 
-def sampler_step(candidate: Tensor, entropy: Tensor, bound: Tensor, vocabulary: int) -> Tensor:
-    """candidate, entropy [R, L], bound [R, 1] -> the next canvas: the surest candidates, fresh noise elsewhere"""
+def sampler_step(candidate: Tensor, entropy: Tensor, bound: Tensor, fresh: Tensor) -> Tensor:
+    """candidate, entropy, fresh [R, L], bound [R, 1] -> the next canvas: the surest candidates, noise elsewhere"""
     ordered, order = entropy.sort(dim=-1)
     accepted = torch.zeros_like(order, dtype=torch.bool)
     accepted.scatter_(1, order, (ordered.cumsum(dim=-1) - ordered) <= bound)
-    return torch.where(accepted, candidate, torch.randint(vocabulary, candidate.shape, device=candidate.device))
+    return torch.where(accepted, candidate, fresh)
+
+
+def without(soft: Tensor, gone: Tensor) -> Tensor:
+    """soft [N, D], gone [N] -> no belief (zeros) there"""
+    return torch.where(gone[:, None], 0.0, soft)
 
 
 def balance(routing: list[Routing], usage: Tensor | None) -> Tensor:
@@ -77,6 +84,7 @@ def micro_loss(
     rounds: int = 1,
     noise: tuple[float, float] = NOISE,
     held: Held | None = None,
+    drop: float = 0.0,
 ) -> Result:
     """The loss of one micro-batch; uses the default random generators of the rows' device."""
     if held is not None:
@@ -103,12 +111,17 @@ def micro_loss(
         noisy, soft = held.state(noisy)
     losses, routings = [], [routing]
     for n in range(rounds):
+        if held is not None and soft is not None:
+            soft = without(soft, held.forgets(n).repeat_interleave(canvas.shape[1]))
+        if soft is not None and drop:
+            soft = without(soft, torch.rand(len(soft), device=soft.device) < drop)
         hidden, decoder_routing = forward.denoise(noisy, soft, prefix)
         loss, _, right = cross_entropy(hidden, head, canvas.flatten(), weight.flatten(), cap, forward.compiled)
         losses.append(loss)
         routings.append(decoder_routing)
         if n + 1 < rounds or held is not None:
-            soft, drafted = _believe(forward, hidden.detach(), pinned, config)
+            hint = None if held is None else torch.where(held.told(n + 1)[:, None], canvas, -1)
+            soft, drafted = _believe(forward, hidden.detach(), pinned, config, hint)
             noisy = torch.where(pinned, canvas, drafted)
     decoder = torch.stack(losses).mean()
     if held is not None:
@@ -150,10 +163,11 @@ def _first_pass(
 
 @torch.no_grad()
 def _believe(
-    forward: TrainingForward, hidden: Tensor, pinned: Tensor, config: ObjectiveConfig
+    forward: TrainingForward, hidden: Tensor, pinned: Tensor, config: ObjectiveConfig, hint: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """hidden [r L, D], pinned [r, L] -> soft embeddings [r L, D] of what the network believes, and the sampler's next
-    canvas [r, L], in which the caller restores what is pinned"""
+    canvas [r, L], in which the caller restores what is pinned. `hint` [r, L]: tokens to accept instead of the sampled
+    ones, -1 where there is none."""
     model, (rows, length) = forward.model, pinned.shape
     low, high = config.temperature
     temperature = low + (high - low) * torch.rand(rows, 1, device=hidden.device)
@@ -163,4 +177,8 @@ def _believe(
     low, high = config.accept
     bound = low * (high / low) ** torch.rand(rows, 1, device=hidden.device)
     sure = torch.where(pinned, 0.0, entropy.view(rows, length))  # as the sampler: what is pinned costs nothing
-    return soft * model._embed_scale(), sampler_step(sample.view(rows, length), sure, bound, model.config.vocab_size)
+    candidate = sample.view(rows, length)
+    if hint is not None:
+        candidate = torch.where(hint >= 0, hint, candidate)
+    fresh = torch.randint(model.config.vocab_size, candidate.shape, device=candidate.device)
+    return soft * model._embed_scale(), sampler_step(candidate, sure, bound, fresh)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -26,7 +26,12 @@ class TaskConfig:
     views: int = 1  # canvases with noise of their own over one encoded row
     rounds: int = 1  # passes over each canvas, all trained: each after the first is the sampler's next step
     hold: int = 0  # rounds at most over several micro-batches, for canvases that are still wrong; 0: one micro-batch
+    forget: int = 0  # with hold: after so many rounds, and again, a canvas is read without its belief; 0: never
+    trust: float = 0.0  # with forget: share of the rows that are given the right tokens for such a round
+    drop: float = 0.0  # with rounds: share of the positions whose belief is left out, in every round
     noise: tuple[float, float] = (1e-3, 1.0)  # range of t, the share of a canvas that is noise
+    temperature: tuple[float, float] | None = None  # None: the objective's; the range that the task is sampled with
+    accept: tuple[float, float] | None = None  # None: the objective's
     tail_weight: float = 1.0  # of the canvas's last position; falls evenly from 1 at its first
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -101,16 +106,39 @@ class Recipe:
         if len({task.name for task in self.tasks}) < len(self.tasks):
             problems.append("two tasks have the same name")
         for task in self.tasks:
-            if task.weight <= 0 or min(task.prefix, task.canvas, task.views, task.rounds) < 1:
-                problems.append(f"task {task.name}: weight, prefix, canvas, views and rounds must be positive")
-            if task.hold and (task.hold <= task.rounds or task.views > 1):
-                problems.append(f"task {task.name}: hold must be more than its {task.rounds} rounds, with one view")
-            if not 0 < task.noise[0] <= task.noise[1] <= 1:
-                problems.append(f"task {task.name}: noise must be two shares above 0, the lower first")
+            problems += [f"task {task.name}: {problem}" for problem in _problems(task, self.objective)]
         if (self.model is None) == (not self.init_from):
             problems.append("give either [model] or init_from")
         if problems:
             raise ConfigError("this recipe cannot be used", problems)
+
+    def objective_of(self, task: TaskConfig) -> ObjectiveConfig:
+        """The objective with the task's own ranges, where it has some"""
+        common = self.objective
+        return replace(common, temperature=task.temperature or common.temperature, accept=task.accept or common.accept)
+
+
+def _problems(task: TaskConfig, objective: ObjectiveConfig) -> list[str]:
+    """What a task asks for that cannot be, or would have no effect"""
+    found = []
+    if task.weight <= 0 or min(task.prefix, task.canvas, task.views, task.rounds) < 1:
+        found.append("weight, prefix, canvas, views and rounds must be positive")
+    if task.hold and (task.hold <= task.rounds or task.views > 1):
+        found.append(f"hold must be more than its {task.rounds} rounds, with one view")
+    if task.forget and not 1 < task.forget < task.hold:
+        found.append("forget must be from 2 to less than hold")
+    if not 0 <= task.trust <= 1 or (task.trust and not task.forget):
+        found.append("trust must be a share, and needs forget")
+    if not 0 <= task.drop < 1 or (task.drop and task.rounds == 1):
+        found.append("drop must be a share below 1, and needs several rounds")
+    if not 0 < task.noise[0] <= task.noise[1] <= 1:
+        found.append("noise must be two shares above 0, the lower first")
+    for name, pair in (("temperature", task.temperature), ("accept", task.accept)):
+        if pair is not None and not 0 < pair[0] <= pair[1]:
+            found.append(f"{name} must be two positive numbers, the lower first")
+        if pair is not None and task.rounds == 1 and not objective.self_conditioning:
+            found.append(f"{name} needs rounds or self-conditioning")
+    return found
 
 
 def read_recipe(path: Path, **overrides: Any) -> Recipe:
@@ -171,7 +199,13 @@ def _build(cls: type[T], table: Mapping[str, Any], where: str) -> T:
         if hint is float and type(value) is int:
             value = float(value)
         if isinstance(value, list):
-            value = tuple(float(v) if float in get_args(hint) else v for v in value)
+            numbers = all(type(v) in (int, float) for v in value)
+            if (float, float) not in map(get_args, (hint, *get_args(hint))):  # a pair, or a pair or None
+                value = tuple(value)
+            elif numbers and len(value) == 2:
+                value = tuple(map(float, value))
+            else:
+                problems.append(f"{where}: {name} must be two numbers, got {value!r}")
         if hint in (int, float, str, bool) and type(value) is not hint:
             problems.append(f"{where}: {name} must be of type {hint.__name__}, got {value!r}")
         values[name] = value
