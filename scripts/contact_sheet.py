@@ -55,9 +55,12 @@ def answers(engine: Engine, wishes: Sequence[str], seed: int, steps: int | None 
 
 
 def kept_answers(path: Path, count: int) -> list[Cell]:
-    """The first answers of a file that `dgemma eval svg --output` wrote, perhaps on a machine without a renderer"""
+    """The first answers of a file that `dgemma eval svg --output` wrote, perhaps on a machine without a renderer
+
+    Where a wish was drawn several times, the first attempt.
+    """
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[:count]]
-    return [Cell.of(row["case"], row["seed"], row["text"]) for row in rows]
+    return [Cell.of(row["case"], row["seed"], (row.get("tried") or [row])[0]["text"]) for row in rows]
 
 
 def sheet(cells: Sequence[Cell], columns: int, title: str) -> Image.Image:

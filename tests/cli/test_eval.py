@@ -92,8 +92,35 @@ def test_remarks_are_told_beside_the_table(oracle: list[Oracle], puzzles: str) -
 def test_attempts_are_reported_beside_the_one(oracle: list[Oracle], puzzles: str) -> None:
     (got,) = rows("sudoku", "--file", puzzles, "--attempts", "2")
     found = got["runs"][0]["figures"]
+    assert got["settings"] == {"attempts": 2}
     assert found.keys() == {"solved", "solved within 2", "attempts"}
     assert found["attempts"]["value"] == pytest.approx(4 / 3)
+
+
+def test_icons_drawn_again_are_reported_beside_the_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("resvg_py")
+    drawn = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 24 24"><path d="M2 2h12v12H2z"/></svg>'
+    monkeypatch.setattr(
+        Engine, "load", lambda *args, **options: Oracle(lambda r: drawn if r.params.seed % 2 else "<svg")
+    )
+    (got,) = rows("svg", "--limit", "4", "--attempts", "2")
+    found = {name: figure["value"] for name, figure in got["runs"][0]["figures"].items()}
+    assert (found["visible"], found["visible within 2"], found["attempts"]) == (0.0, 1.0, 2.0)
+
+
+def test_what_ran_is_kept_if_a_later_run_fails(oracle: list[Oracle], puzzles: str, tmp_path: Path) -> None:
+    out, real = tmp_path / "cases.jsonl", Oracle.submit_group
+
+    def fail(self: Oracle, requests: list, forward=None) -> list:
+        if requests[0].params.mode == "ar":
+            raise KeyboardInterrupt
+        return real(self, requests, forward)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Oracle, "submit_group", fail)
+        args = ["eval", "sudoku", "--file", puzzles, "--output", str(out), "--mode", "both"]
+        assert CliRunner().invoke(app, args).exit_code == 130
+    assert [json.loads(line)["variant"] for line in out.read_text().splitlines()] == ["diffusion"] * 3
 
 
 def test_cases_are_written_one_by_one(oracle: list[Oracle], puzzles: str, tmp_path: Path) -> None:
@@ -205,6 +232,14 @@ def test_all_built_in_sets_are_run_unless_some_are_named() -> None:
     assert len(rows("sudoku", *quick)) == 4
 
 
+def test_a_report_says_how_candidates_were_chosen() -> None:
+    chosen = ("--candidates", "3", "--check", "python", "--choose", "middle")
+    (got,) = rows("infill", *MODEL, "--limit", "1", "--steps", "1", "--set", "inside", *chosen)
+    assert got["settings"] == {
+        "candidates": 3, "context": None, "canvas": None, "choice": {"check": "python", "choose": "middle"},
+    }  # fmt: skip
+
+
 def test_options_reach_the_sampler() -> None:
     args = ("arithmetic", *MODEL, "--limit", "2", "--steps", "5")
     (got,) = rows(*args, "-o", "stability=0", "-o", "confidence=100", "--mode", "both", "-o", "temperature=0.5")
@@ -228,6 +263,10 @@ def test_options_reach_the_sampler() -> None:
         (["sudoku", "--set", "own_36_46", "--file", "x.txt"], "exclude each other"),
         (["sudoku", "--file", "no-such-file.txt"], "cannot read no-such-file.txt"),
         (["infill", "--set", "word"], "there is no set 'word'"),
+        (["infill", "--check", "perl"], "check must be 'none' or 'python'"),
+        (["infill", "--check", "python", "--candidates", "1"], "check 'python' has no effect on one candidate"),
+        (["infill", "--choose", "middle", "--candidates", "2"], "choose 'middle' has no effect on fewer than three"),
+        (["svg", "--answers", "a.jsonl", "--attempts", "2"], "only --json has an effect"),
         (["sudoku", "--plot", "a.txt"], "--plot must name a .png"),
         (["sudoku", "--output", "no/such/folder/a.jsonl"], "does not exist"),
         (["sudoku", "--output", "."], "cannot write"),

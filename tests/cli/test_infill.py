@@ -56,6 +56,32 @@ def test_json_tells_drafts_and_the_whole_text() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "args", "check"),
+    [
+        ("a.py", (), "python"),
+        ("a.py", ("--check", "none"), "none"),
+        ("a.py", ("--candidates", "1"), "none"),  # nothing to choose from
+        ("a.txt", (), "none"),
+        ("a.txt", ("--check", "python", "--choose", "middle"), "python"),
+    ],
+)
+def test_python_is_checked(
+    name: str, args: tuple[str, ...], check: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, real = [], Engine.fill_stream
+
+    def fill_stream(self: Engine, template: str, **options: object) -> object:
+        asked.append((options["check"], options["choose"]))
+        return real(self, template, **options)
+
+    monkeypatch.setattr(Engine, "fill_stream", fill_stream)
+    file = tmp_path / name
+    file.write_text("x = [[?4]]\n")
+    infill(str(file), *QUICK, *args)
+    assert asked == [(check, "middle" if "--choose" in args else "likeliest")]
+
+
+@pytest.mark.parametrize(
     ("args", "says"),
     [
         ([], "give a file with holes"),
@@ -65,6 +91,9 @@ def test_json_tells_drafts_and_the_whole_text() -> None:
         (["--prefix", "a", "--ar"], "writes from left to right"),
         (["--prefix", "a", "--candidates", "0"], "candidates must be"),
         (["--prefix", "a", "--strategy", "guess"], "strategy must be"),
+        (["--prefix", "a", "--check", "perl"], "check must be"),
+        (["--prefix", "a", "--check", "python", "--candidates", "1"], "has no effect on one candidate"),
+        (["--prefix", "a", "--choose", "middle", "--candidates", "2"], "fewer than three candidates"),
     ],
 )
 def test_mistakes_are_one_message(

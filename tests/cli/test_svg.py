@@ -61,7 +61,7 @@ def test_writes_a_clean_svg_and_its_picture(monkeypatch: pytest.MonkeyPatch) -> 
         assert image.convert("RGB").getpixel((32, 32)) == (0, 0, 0)
     assert sorted(path.name for path in Path().iterdir()) == ["bell-outline.png", "bell-outline.svg"]
     assert "wrote bell-outline.svg and bell-outline.png" in result.stderr
-    assert "attempt 1 of 1, seed 3" in result.stderr
+    assert "1 of 6 attempts, seed 3" in result.stderr
 
 
 def test_nothing_is_overwritten_unless_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,8 +76,10 @@ def test_nothing_is_overwritten_unless_named(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_answer_that_cannot_be_drawn_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer_with(monkeypatch, [BROKEN])
+    asked = answer_with(monkeypatch, [BROKEN] * 6)
     result = run("bell", "--seed", "5")
+    assert asked == [5, 6, 7, 8, 9, 10]
+    assert "6 of 6 attempts, seed 5" in result.stderr  # of equals the first
     assert result.exit_code == 1
     assert [path.name for path in Path().iterdir()] == ["bell.raw.txt"]
     assert Path("bell.raw.txt").read_text() == BROKEN
@@ -88,7 +90,7 @@ def test_an_answer_that_cannot_be_drawn_is_kept(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_is_not_allowed_is_left_out_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     answer_with(monkeypatch, [FLAWED])
-    result = run("bell")
+    result = run("bell", "--attempts", "1")
     assert result.exit_code == 0
     assert Path("bell.svg").read_text() == document(FILLED, 256)
     assert Path("bell.raw.txt").read_text() == FLAWED
@@ -128,8 +130,22 @@ def test_a_fresh_seed_is_counted_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked[2] == asked[1] + 1
 
 
+def test_the_same_again_is_no_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At temperature 0 there is nothing to draw by lot."""
+    best = ("bell", "--ar", "--temperature", "0", "--model", "random:tiny", "--max-new-tokens", "8")
+    asked = answer_with(monkeypatch, [BROKEN] * 6)
+    result = CliRunner().invoke(app, ["svg", *best])
+    assert (result.exit_code, len(asked)) == (1, 1)
+    assert "1 of 1 attempts" in result.stderr
+    refused = CliRunner().invoke(app, ["svg", *best, "--attempts", "2"])
+    assert isinstance(refused.exception, InputError)
+    assert "has no effect at temperature 0" in str(refused.exception)
+    assert CliRunner().invoke(app, ["svg", *best[:2], *best[4:], "--attempts", "2"]).exit_code == 1
+    assert len(asked) == 3
+
+
 def test_random_weights_draw_nothing_but_the_whole_command_runs() -> None:
-    result = run("bell", "--seed", "1", "--json")
+    result = run("bell", "--seed", "1", "--json", "--attempts", "1")
     assert result.exit_code == 1
     events = [json.loads(line) for line in result.stdout.splitlines()]
     assert [event["kind"] for event in events][-2:] == ["end", "icon"]

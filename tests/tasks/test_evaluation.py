@@ -43,6 +43,23 @@ def test_work_that_asks_again_runs_in_rounds() -> None:
     assert [one.seed for one in report.graded] == [7, 7 + SEEDS_A_CASE, third]
 
 
+def test_cases_are_graded_while_others_run() -> None:
+    """A case that ends early does not wait for the last; what it asks again does."""
+    with Engine(small_model(), byte_tokenizer(), limits=Limits(max_rows=4)) as engine:
+        graded = []
+
+        class Watched(Count):
+            def work(self, engine: Engine, case: int, variant: Variant, seed: int) -> Work:
+                params = variant.params(engine.params, seed=seed, max_new_tokens=4, canvas=4)
+                (outcome,) = yield [Request((2,), dataclasses.replace(params, steps=case, early_stop=False))]
+                graded.append((case, engine.scheduler.busy))
+                return Graded(str(case), "", seed, outcome.text, {"even": True}, outcome.metrics.steps, 4)
+
+        report = evaluate(engine, Watched(), [400, 1, 2], FAST)
+    assert graded[:2] == [(1, True), (2, True)]
+    assert [one.steps for one in report.graded] == [400, 1, 2]
+
+
 def test_a_report_adds_up() -> None:
     graded = [
         Graded("a", "x", 0, "", {"good": True, "near": 0.5}, 4, 8),

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diffusiongemma.engine.choice import Choice
 from diffusiongemma.errors import DataError, InputError
 from diffusiongemma.tasks import format
 from diffusiongemma.tasks import infill as task
-from diffusiongemma.tasks.evaluation import Variant, evaluate
+from diffusiongemma.tasks.evaluation import Graded, Variant, evaluate
 from diffusiongemma.tasks.infill import (
     Infill,
     InfillCase,
@@ -140,6 +141,41 @@ def test_the_likeliest_candidate_counts_as_it_does_for_everybody(prefix: str) ->
         result = engine.infill(prefix, LINE.suffix, **options)
     assert one.text == result.text
     assert one.steps == result.metrics.steps  # 6, or 12 if they were asked again
+
+
+def test_one_candidate_needs_no_score() -> None:
+    with real_engine(holes=True) as engine:
+        (one,) = Infill().plan(engine, LINE, FAST, 0)
+        assert not one.request.score
+        assert all(one.request.score for one in Infill(candidates=2).plan(engine, LINE, FAST, 0))
+        (graded,) = evaluate(engine, Infill(), [LINE], FAST).graded
+        result = engine.infill(LINE.prefix, LINE.suffix, candidates=1, steps=2, seed=0, canvas=64, max_new_tokens=62)
+    assert graded.text == result.text
+    assert graded.tried == []
+    assert result.score is not None  # who asks for one filling is still told how likely it is
+
+
+def test_all_candidates_are_told_and_the_choice_decides() -> None:
+    texts = ["    y = (", "    y = x + 1", "    y = x + 2"]
+
+    def fill(choice: Choice) -> Graded:
+        oracle = Oracle(lambda request: "\n" + texts[request.params.seed % 1000], tokenizer("fim_suffix_first"))
+        (one,) = evaluate(oracle, Infill(candidates=3, choice=choice), [LINE], FAST).graded
+        return one
+
+    likeliest, checked = fill(Choice()), fill(Choice("python"))  # nothing has a score here: of equals the first
+    assert (likeliest.text, checked.text) == (texts[0], texts[1])
+    assert fill(Choice(choose="middle")).text == texts[1]
+    assert checked.scores["parses"]
+    assert likeliest.tried == checked.tried
+    assert [one["text"] for one in checked.tried] == texts
+    assert [one["seed"] for one in checked.tried] == [0, 1, 2]
+    assert [one["scores"]["exact"] for one in checked.tried] == [False, True, False]
+    assert [one["scores"]["parses"] for one in checked.tried] == [False, True, True]
+    with pytest.raises(InputError, match="has no effect on one candidate"):
+        evaluate(
+            Oracle(lambda request: "", tokenizer("fim_suffix_first")), Infill(choice=Choice("python")), [LINE], FAST
+        )
 
 
 def test_a_model_without_hole_tokens_gets_the_suffix_in_its_canvas() -> None:

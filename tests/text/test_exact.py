@@ -1,11 +1,15 @@
 """Exact text: tokens that stand for a text byte for byte, or none."""
 
+from functools import cache
+
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from diffusiongemma.engine.engine import ASSETS
 from diffusiongemma.errors import InputError, TokenizerError
-from diffusiongemma.text.exact import encode_exact, exact_bytes, exact_text, partial_tokens
+from diffusiongemma.text import Tokenizer, exact
+from diffusiongemma.text.exact import encode_end, encode_exact, encode_start, exact_bytes, exact_text, partial_tokens
 from text.fixtures import KINDS, make_tokenizer
 
 
@@ -46,3 +50,41 @@ def test_what_is_no_text_is_refused() -> None:
         encode_exact(make_tokenizer("byte_level"), "\ud800")
     with pytest.raises(InputError, match="not NoneType"):
         encode_exact(make_tokenizer("byte_level"), None)
+
+
+# ---- a part of a long text -------------------------------------------------------------------------------------------
+
+LINES = st.lists(
+    st.sampled_from(["\n", "\r\n", "\r", "\t", "    ", " ", "a", "def", "x1", " =", "é\u2028", "\n\n", "::", "\x0b"])
+)
+
+
+@cache
+def embedded() -> Tokenizer:
+    return Tokenizer.from_pretrained(ASSETS / "nano")
+
+
+@pytest.mark.parametrize("kind", ["nano", *KINDS])
+@settings(max_examples=150)
+@given(pieces=LINES, count=st.integers(0, 12), long=st.integers(1, 6))
+def test_both_ends_are_those_of_the_whole(kind: str, pieces: list[str], count: int, long: int) -> None:
+    tokenizer, text = embedded() if kind == "nano" else make_tokenizer(kind), "".join(pieces) * long
+    ids = encode_exact(tokenizer, text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exact, "CHARACTERS_A_TOKEN", 1)  # so that short texts are cut, too
+        assert encode_start(tokenizer, text, count) == ids[:count]
+        assert encode_end(tokenizer, text, count) == ids[len(ids) - min(count, len(ids)) :]
+
+
+def test_a_long_text_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    text, read = "    x = [1, 2]\r\n" * 2_000, []
+    whole = encode_exact(embedded(), text)
+    real = Tokenizer.encode
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text: read.append(len(text)) or real(self, text))
+    assert encode_start(embedded(), text, 100) == whole[:100]
+    assert encode_end(embedded(), text, 100) == whole[-100:]
+    assert sum(read) < 2_000
+    for kind in KINDS:  # of which nobody knows where they could be cut
+        read.clear()
+        encode_end(make_tokenizer(kind), text, 100)
+        assert read == [len(text)]

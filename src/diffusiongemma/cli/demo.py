@@ -66,6 +66,6 @@ def _fill(engine: Engine, settings: Settings) -> bool:
     from diffusiongemma.cli.infill import fill_between
 
     print(PREFIX, end="", flush=True)
-    answer = fill_between(engine, PREFIX, SUFFIX, settings)
+    answer = fill_between(engine, PREFIX, SUFFIX, settings, check="python")
     print(SUFFIX.strip("\n"), flush=True)
     return not answer.cancelled

@@ -51,8 +51,12 @@ def infill(
     sets: _SETS = None,
     candidates: Annotated[
         int | None,
-        typer.Option(min=1, max=16, help="Fillings to try, the likeliest counts (1, or what a model needs)."),
+        typer.Option(min=1, max=16, help="Fillings to try, the best counts (1, or what a model needs)."),
     ] = None,
+    check: Annotated[str, typer.Option(help="python: those that make the file parse come first; or none.")] = "none",
+    choose: Annotated[
+        str, typer.Option(help="likeliest, or middle: the one most like all others, weighed by likelihood.")
+    ] = "likeliest",
     context: Annotated[
         int | None, typer.Option(min=8, help="Prompt tokens at most (what the model was trained with).")
     ] = None,
@@ -60,22 +64,28 @@ def infill(
     options: EvalOptions,
 ) -> None:
     """Holes in held-out Python: line, lines, inside; `--file` has JSON lines with `prefix`, `suffix`, `target`."""
+    from diffusiongemma.engine.choice import Choice
     from diffusiongemma.tasks import infill as task
     from diffusiongemma.tasks.sets import take
 
+    choice = Choice(check, choose)  # type: ignore[arg-type]  # it says what is wrong with them
+    choice.refuse_without_effect(candidates, options.mode)
     if options.file is not None:
         _no_sets(sets)
         found = [(options.file.name, task.read_cases(options.file))]
     else:
         found = [(name, task.built_in(name)) for name in _chosen(sets, list(task.KINDS))]
     made = [CaseSet(name, take(cases, options.limit, options.seed)) for name, cases in found]
-    run_sets(task.Infill(candidates, context, canvas), made, options)
+    run_sets(task.Infill(candidates, context, canvas, choice), made, options)
 
 
 @app.command("svg")
 @with_eval_options
 def svg(
     *,
+    attempts: Annotated[
+        int, typer.Option(min=1, max=100, help="Also: draw an icon that is not sound again, so often in all.")
+    ] = 1,
     answers: Annotated[
         Path | None, typer.Option(help="Run nothing: grade what --output kept on a machine without a renderer.")
     ] = None,
@@ -89,7 +99,7 @@ def svg(
     if answers is not None:
         if missing:
             raise InputError(f"icons are drawn to be graded, and {', '.join(missing)} is not installed here")
-        if options != EvalOptions(as_json=options.as_json):
+        if attempts > 1 or options != EvalOptions(as_json=options.as_json):
             raise InputError("--answers runs nothing, so only --json has an effect beside it")
         for set_name, reports in grade_answers(answers).items():
             one = CaseSet(set_name, reports[0].graded)
@@ -105,7 +115,7 @@ def svg(
         )
     name = "held-out names" if options.file is None else options.file.name
     cases = task.cases(options.file, options.limit, options.seed)
-    run_sets(Icons(not missing), [CaseSet(name, cases)], options)
+    run_sets(Icons(attempts, not missing), [CaseSet(name, cases)], options)
 
 
 @app.command("arithmetic")

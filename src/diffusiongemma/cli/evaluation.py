@@ -6,7 +6,7 @@ import functools
 import inspect
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -194,16 +194,23 @@ def run_sets(task: Task[Any], sets: Sequence[CaseSet], options: EvalOptions) -> 
             for variant in options.variants(engine):
                 with Bar(f"{one.name}, {variant.label}", len(one.cases)) as progress:
                     reports.append(evaluate(engine, task, one.cases, variant, options.seed, progress))
-            if options.output is not None:
-                save_cases(options.output, task, one, reports)
+                if options.output is not None:  # at once: a run that is cut off keeps what it has
+                    save_cases(options.output, task, one, reports[-1:])
             if options.as_json:
-                print(json.dumps(to_json(task, one, reports, where(engine) | {"seed": options.seed})), flush=True)
+                about = where(engine) | {"seed": options.seed, "settings": _settings(task)}
+                print(json.dumps(to_json(task, one, reports, about)), flush=True)
             else:
                 print_reports(task, one, reports, engine.name)
             curves[one.name] = [report for report in reports if report.variant.steps is not None]
     if options.plot is not None:
         draw_plot(options.plot, task.headline, curves)
         tell(f"wrote {options.plot}")
+
+
+def _settings(task: Task[Any]) -> dict[str, Any]:
+    """What a task was told, such as its attempts or candidates."""
+    told = {name: value for name, value in vars(task).items() if name not in ("name", "headline")}
+    return {name: vars(value) if is_dataclass(value) else value for name, value in told.items()}
 
 
 def _start_file(path: Path) -> None:

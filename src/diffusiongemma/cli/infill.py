@@ -25,7 +25,14 @@ def infill(
     *,
     prefix: Annotated[str | None, typer.Option(help="Instead of a file: what comes before the hole.")] = None,
     suffix: Annotated[str | None, typer.Option(help="… and what comes after it.")] = None,
-    candidates: Annotated[int | None, typer.Option(help="How many fillings to try; the likeliest wins.")] = None,
+    candidates: Annotated[int | None, typer.Option(help="How many fillings to try; the best wins.")] = None,
+    check: Annotated[
+        str | None,
+        typer.Option(help="python: fillings that make the text parse come first (of a .py file: on), or none."),
+    ] = None,
+    choose: Annotated[
+        str, typer.Option(help="likeliest, or middle: the one most like all others, weighed by likelihood.")
+    ] = "likeliest",
     strategy: Annotated[str, typer.Option(help="auto, fim or canvas; see docs/sampling.md.")] = "auto",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write the text there, exactly.")] = None,
     settings: Settings,
@@ -38,7 +45,10 @@ def infill(
     with settings.load() as engine:
         from diffusiongemma.engine.fill import parse_template
 
-        options: dict[str, Any] = {"strategy": strategy, "candidates": candidates}
+        several = candidates != 1 and settings.options.get("mode") != "ar"
+        if check is None:
+            check = "python" if several and file is not None and Path(file).suffix == ".py" else "none"
+        options: dict[str, Any] = {"strategy": strategy, "candidates": candidates, "check": check, "choose": choose}
         if text is None:
             answer = fill_between(engine, prefix or "", suffix or "", settings, **options)
         else:

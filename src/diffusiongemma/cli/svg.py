@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from diffusiongemma.tasks.svg import SvgGrade
 
 NOT_DRAWABLE = 1  # exit code
+ATTEMPTS = 6  # one after another: two of three answers are sound at once, so a batch would mostly be wasted
 RAW = ".raw.txt"  # suffix of an answer as it came
 WHITE = "#ffffff"
 PREVIEW = 32  # columns of the picture in a terminal
@@ -36,23 +37,34 @@ def svg(
     png: Annotated[bool, typer.Option("--png/--no-png", help="Write a .png beside it, on white.")] = True,
     size: Annotated[int, typer.Option(min=16, max=1_024, help="Pixels of the longer side.")] = 256,
     attempts: Annotated[
-        int, typer.Option(min=1, max=100, help="If the answer is not a sound icon, try again with the next seed.")
-    ] = 1,
+        int | None,
+        typer.Option(min=1, max=100, help="If the answer is not a sound icon, draw again, so often in all (6)."),
+    ] = None,
     settings: Settings,
 ) -> None:
     """Draw an icon. What is written is sanitised: plain shapes, nothing that could run or refer to anything.
 
-    If nothing can be drawn of the answer, it is kept beside as .raw.txt, and the exit code is 1.
+    An answer that is not well-formed, breaks the grammar of paths or shows nothing is drawn again with the next seed;
+    the best is kept. If nothing can be drawn of the answer, it is kept beside as .raw.txt, and the exit code is 1.
     """
     if not wish.strip():
         raise InputError("there is nothing to draw: say what, such as 'bell, outline'")
+    allowed = attempts_allowed(attempts, settings)
     target = check_target(out) if out is not None else free_name(wish)
     with settings.load() as engine:
-        drawn = draw(engine, wish, settings, target, png=png, size=size, attempts=attempts)
+        drawn = draw(engine, wish, settings, target, png=png, size=size, attempts=allowed)
     if drawn is None:
         raise typer.Exit(INTERRUPTED)
     if drawn.svg is None:
         raise typer.Exit(NOT_DRAWABLE)
+
+
+def attempts_allowed(wanted: int | None, settings: Settings) -> int:
+    """At temperature 0 the causal path says the same however often it is asked."""
+    same = settings.options.get("temperature") == 0
+    if same and wanted is not None and wanted > 1:
+        raise InputError(f"--attempts {wanted} has no effect at temperature 0: every answer would be the same")
+    return wanted or (1 if same else ATTEMPTS)
 
 
 @dataclass(frozen=True)
@@ -62,10 +74,6 @@ class Attempt:
     text: str
     seed: int
     grade: SvgGrade
-
-    @property
-    def rank(self) -> tuple[bool, bool]:
-        return self.grade.ok, self.grade.visible
 
 
 @dataclass(frozen=True)
@@ -105,7 +113,7 @@ def draw(
         if tried[-1].grade.ok:
             break
         options["seed"] = (seed + 1) % (1 << 63)
-    best = max(tried, key=lambda attempt: attempt.rank)
+    best = max(tried, key=lambda attempt: attempt.grade.rank)  # of equals the first
     drawn = _write(best, len(tried), target, png, size)
     if settings.as_json:
         print(json.dumps(drawn.to_dict()), flush=True)
@@ -138,7 +146,7 @@ def _write(best: Attempt, tried: int, target: Path, png: bool, size: int) -> Dra
 
 def _remarks(drawn: Drawn, attempts: int) -> list[str]:
     grade, lines = drawn.grade, []
-    after = f"attempt {drawn.attempts} of {attempts}, seed {drawn.seed}"
+    after = f"{drawn.attempts} of {attempts} attempts, seed {drawn.seed}"
     problems = "; ".join(grade.problems[:3]) + ("; …" if len(grade.problems) > 3 else "")
     if drawn.svg is None:
         lines.append(f"no icon: {problems} · {after} · the answer is in {drawn.raw}")

@@ -1,4 +1,5 @@
-"""Several ways to fill the same holes, run as one batch; the best by the model's own score wins.
+"""Several ways to fill the same holes, run as one batch; the best by the model's own score wins, unless the
+caller has another order (choice.py).
 
 A candidate whose filling is not text (half a character) loses, whatever its score. If all lose, they are run again
 without the tokens that are only parts of characters; then none can.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -63,11 +64,20 @@ class Candidate:
     score: float | None  # mean log-probability
     finish_reason: FinishReason
     opens: bool = True  # does it begin as it should?
+    sound: bool = True  # does it pass the check that was asked for?
 
     @property
-    def rank(self) -> tuple[bool, bool, bool, float]:
-        """Text before broken text, a right beginning before none, finished before cut off, likely before unlikely."""
-        return self.texts is not None, self.opens, self.finish_reason == "stop", self.score or 0.0
+    def rank(self) -> tuple[bool, bool, bool, bool, float]:
+        """Text before broken text, a right beginning before none, sound before not, finished before cut off, likely
+        before unlikely."""
+        return self.texts is not None, self.opens, self.sound, self.finish_reason == "stop", self.score or 0.0
+
+
+Order = Callable[[Sequence[Candidate]], list[Candidate]]  # the best first
+
+
+def likeliest_first(found: Sequence[Candidate]) -> list[Candidate]:
+    return sorted(found, key=lambda candidate: candidate.rank, reverse=True)  # stable: of equals the first stays first
 
 
 class Failed(Exception):
@@ -113,13 +123,15 @@ class Tally:
         return replace(self._sum, total_seconds=time.perf_counter() - self._began)
 
 
-def best_of(engine: Engine, tries: Sequence[Try], tally: Tally) -> Generator[Event, None, list[Candidate]]:
+def best_of(
+    engine: Engine, tries: Sequence[Try], tally: Tally, order: Order = likeliest_first
+) -> Generator[Event, None, list[Candidate]]:
     """Run these tries together, telling their drafts -> all candidates, the best first."""
     found = yield from _run_together(engine, tries, tally)
     if all(candidate.texts is None for candidate in found):
         whole = [_without_parts(engine, one) for one in tries]
         found += yield from _run_together(engine, whole, tally)
-    found.sort(key=lambda candidate: candidate.rank, reverse=True)  # stable: of equals the first stays first
+    found = order(found)
     if found[0].texts is None:
         raise Failed("no candidate came out as text")
     return found

@@ -10,9 +10,11 @@ import itertools
 import re
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from diffusiongemma.engine.candidates import Candidate, Tally, Try, best_of, sampling, with_end
+from diffusiongemma.engine.choice import Check, Choice, Choose
 from diffusiongemma.engine.events import Commit, Event, Result
 from diffusiongemma.engine.infill import (
     MAX_CANDIDATES,
@@ -95,11 +97,18 @@ def fill_stream(
     seed: int | None = 0,
     candidates: int | None = None,
     strategy: Strategy = "auto",
+    check: Check = "none",
+    choose: Choose = "likeliest",
     drafts: bool = True,
     scope: Scope | None = None,
     **options: Any,
 ) -> Generator[Event, None, FillResult | None]:
-    """Drafts and commits of the whole text, an end. `max_new_tokens` is for each hole that says nothing else."""
+    """Drafts and commits of the whole text, an end. `max_new_tokens` is for each hole that says nothing else.
+
+    `check`, `choose`: which candidate wins (choice.py). Hole after hole, only the last is checked: before it, the text
+    is not whole.
+    """
+    choice = Choice(check, choose)
     texts, holes = parse_template(template)
     for text in texts:
         encode_exact(engine.tokenizer, text)  # refuse now, not after half of the holes
@@ -107,15 +116,16 @@ def fill_stream(
     if wrong := [hole for hole in holes if hole.max_tokens is None and hole.min_tokens > max_new_tokens]:
         raise InputError(f"a hole of at least {wrong[0].min_tokens} tokens needs a larger max_new_tokens")
     check_choices(candidates, strategy)
+    choice.refuse_without_effect(candidates, params.mode)
     tally = Tally(params.seed or 0, scope)
     together = None
     if len(holes) > 1 and strategy != "fim" and params.mode == "diffusion":
         together = plan_together(engine, texts, holes, params, candidates or MAX_CANDIDATES, drafts)
     if together is not None:
-        return with_end(_fill_together(engine, texts, together, tally), tally)
+        return with_end(_fill_together(engine, texts, together, tally, choice), tally)
     # What the first hole cannot honour, none can: said at once.
     plan_infill(engine, texts[0], texts[1], params, candidates, strategy, drafts, holes[0].min_tokens)
-    return with_end(_fill_in_turn(engine, texts, holes, params, candidates, strategy, drafts, tally), tally)
+    return with_end(_fill_in_turn(engine, texts, holes, params, candidates, strategy, drafts, tally, choice), tally)
 
 
 # ---- all holes in one canvas -----------------------------------------------------------------------------------------
@@ -167,9 +177,9 @@ def combinations(least: list[int], most: list[int], limit: int) -> list[tuple[in
 
 
 def _fill_together(
-    engine: Engine, texts: list[str], tries: list[Try], tally: Tally
+    engine: Engine, texts: list[str], tries: list[Try], tally: Tally, choice: Choice
 ) -> Generator[Event, None, FillResult]:
-    found = yield from best_of(engine, tries, tally)
+    found = yield from best_of(engine, tries, tally, partial(choice.order, texts=texts))
     best = found[0]
     assert best.texts is not None
     fixed = [encode_exact(engine.tokenizer, text) for text in texts]
@@ -195,6 +205,7 @@ def _fill_in_turn(
     strategy: Strategy,
     drafts: bool,
     tally: Tally,
+    choice: Choice,
 ) -> Generator[Event, None, FillResult]:
     text, tokens, every = "", list[int](), list[Candidate]()
     chosen: list[Candidate] = []
@@ -205,7 +216,9 @@ def _fill_in_turn(
         mine = replace(params, max_new_tokens=most, seed=seed)
         tries = plan_infill(engine, text, texts[i + 1], mine, candidates, strategy, drafts, hole.min_tokens)
         before = encode_exact(engine.tokenizer, texts[i])
-        found = yield from best_of(engine, [replace(one, before=tuple(before), block=i) for one in tries], tally)
+        tries = [replace(one, before=tuple(before), block=i) for one in tries]
+        here = choice if i == len(holes) - 1 else replace(choice, check="none")
+        found = yield from best_of(engine, tries, tally, partial(here.order, texts=(text, texts[i + 1])))
         best = found[0]
         assert best.texts is not None
         every += found

@@ -15,16 +15,28 @@ from __future__ import annotations
 import secrets
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from diffusiongemma.engine.candidates import Candidate, Tally, Try, best_of, forbidden_tokens, sampling, with_end
+from diffusiongemma.engine.candidates import (
+    Candidate,
+    Order,
+    Tally,
+    Try,
+    best_of,
+    forbidden_tokens,
+    sampling,
+    with_end,
+)
+from diffusiongemma.engine.choice import Check, Choice, Choose
 from diffusiongemma.engine.events import Commit, Event, Result
 from diffusiongemma.engine.params import SamplingParams
 from diffusiongemma.engine.request import Request
 from diffusiongemma.engine.worker import Scope
 from diffusiongemma.errors import InputError
-from diffusiongemma.text.exact import encode_exact
+from diffusiongemma.text.exact import encode_end, encode_exact, encode_start
 from diffusiongemma.text.fim import CANVASES, FimTokens
+from diffusiongemma.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from diffusiongemma.engine.engine import Engine
@@ -54,6 +66,8 @@ def infill_stream(
     candidates: int | None = None,
     strategy: Strategy = "auto",
     context: int | None = None,
+    check: Check = "none",
+    choose: Choose = "likeliest",
     drafts: bool = True,
     scope: Scope | None = None,
     **options: Any,
@@ -62,16 +76,19 @@ def infill_stream(
 
     `candidates`: how many to try (default: what the strategy suggests). `strategy`: "fim" for a model with
     fill-in-the-middle tokens, "canvas" for any; "auto" takes the first that the model can do. `context`: prompt tokens
-    at most, with strategy "fim" (default: what the model was trained with).
+    at most, with strategy "fim" (default: what the model was trained with). `check`, `choose`: which one wins, see
+    choice.py.
     """
+    choice = Choice(check, choose)
     params = sampling(engine.params, (), options | {"max_new_tokens": max_new_tokens, "seed": fresh(seed)})
     tries = plan_infill(engine, prefix, suffix, params, candidates, strategy, drafts, context=context)
+    choice.refuse_without_effect(candidates, params.mode)
     tally = Tally(params.seed or 0, scope)
-    return with_end(_infill(engine, tries, tally), tally)
+    return with_end(_infill(engine, tries, tally, partial(choice.order, texts=(prefix, suffix))), tally)
 
 
-def _infill(engine: Engine, tries: list[Try], tally: Tally) -> Generator[Event, None, InfillResult]:
-    found = yield from best_of(engine, tries, tally)
+def _infill(engine: Engine, tries: list[Try], tally: Tally, order: Order) -> Generator[Event, None, InfillResult]:
+    found = yield from best_of(engine, tries, tally, order)
     best = found[0]
     assert best.texts is not None
     tokens, text = list(best.fillings[0]), best.texts[0]
@@ -132,8 +149,7 @@ def _plan_fim(
     lead = encode_exact(tokenizer, opening)
     most = len(lead) + params.max_new_tokens
     widths = widths_to_try(most, params, config.canvas_length)
-    sides = _near_sides(fim, encode_exact(tokenizer, body), encode_exact(tokenizer, suffix), context)
-    prompt = fim.prompt(*sides, config.max_position_embeddings - most)
+    prompt = fim.prompt(*_near_sides(tokenizer, fim, body, suffix, context), config.max_position_embeddings - most)
     pads = [tokenizer.special["pad"]] if "pad" in tokenizer.special else []
     forbidden = forbidden_tokens(engine, allowed=[*engine.ends, *pads])
     # A line break with an indent is one token: if only the break is given, the model writes both, and the break is cut
@@ -173,14 +189,14 @@ def widths_to_try(most: int, params: SamplingParams, widest: int) -> list[int]:
 
 
 def _near_sides(
-    fim: FimTokens, before: Sequence[int], after: Sequence[int], context: int | None
-) -> tuple[Sequence[int], Sequence[int]]:
+    tokenizer: Tokenizer, fim: FimTokens, prefix: str, suffix: str, context: int | None
+) -> tuple[list[int], list[int]]:
     """As much of both sides as the model was trained with: the suffix its part at most, the prefix the rest."""
     if context is None and fim.middle is not None:
-        return before, after
+        return encode_exact(tokenizer, prefix), encode_exact(tokenizer, suffix)
     room = (context or CONTEXT) - 3  # beginning of text and the two marks
-    after = after[: int(AFTER * (context or CONTEXT))]
-    return before[max(0, len(before) - (room - len(after))) :], after
+    after = encode_start(tokenizer, suffix, int(AFTER * (context or CONTEXT)))
+    return encode_end(tokenizer, prefix, room - len(after)), after
 
 
 def _plan_canvas(

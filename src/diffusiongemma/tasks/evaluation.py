@@ -2,7 +2,9 @@
 
 A task turns a case into work: a generator that yields the requests it wants run, gets their outcomes, and returns what
 they are worth. Work may ask again (another seed for a board that breaks the rules), so cases advance in rounds: all
-requests of a round are handed in together, and the engine batches them.
+requests of a round are handed in together, and the engine batches them. A case is graded as soon as its requests have
+ended, while others still run; what it asks again waits for the next round, so that batches do not depend on how fast a
+grader is.
 """
 
 from __future__ import annotations
@@ -12,12 +14,13 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from diffusiongemma.engine import Commit, Draft, End, Engine, Event, Metrics, Request, SamplingParams
 from diffusiongemma.engine.events import FinishReason
+from diffusiongemma.engine.worker import Handle
 from diffusiongemma.errors import DiffusionGemmaError
 from diffusiongemma.tasks.statistics import Figure, figure, mean
 
@@ -73,6 +76,7 @@ class Graded:
     scores: dict[str, bool | float]
     steps: int  # of the first attempt, all its candidates together
     decided: int  # tokens that those steps decided on: what was pinned is no work of the model
+    tried: list[dict[str, Any]] = field(default_factory=list)  # all attempts or candidates, where there are several
 
     def to_dict(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -158,11 +162,11 @@ def evaluate(
     for i, work in enumerate(works):
         _advance(i, work, None, waiting, graded)
     while waiting:
-        asked = waiting
-        outcomes = _run_round(engine, list(asked.values()), progress)
-        waiting = {}
-        for (i, _), found in zip(asked.items(), outcomes, strict=True):
-            _advance(i, works[i], found, waiting, graded)
+        asked, waiting = waiting, {}
+        with closing(_run_round(engine, asked, progress)) as ended:
+            for i, outcomes in ended:
+                _advance(i, works[i], outcomes, waiting, graded)
+        waiting = dict(sorted(waiting.items()))
     return Report(variant, [graded[i] for i in range(len(cases))], time.perf_counter() - began)
 
 
@@ -175,44 +179,62 @@ def _advance(
         graded[i] = end.value
 
 
-def _run_round(engine: Engine, groups: list[list[Request]], progress: Progress | None) -> list[list[Outcome]]:
-    """Requests of a group share their prompt."""
+@dataclass
+class _Group:
+    """Requests of one case, which share their prompt, while they run."""
+
+    handles: list[Handle]
+    tokens: list[list[int]]
+    texts: list[str]
+    ends: dict[int, End] = field(default_factory=dict)
+
+    def take(self, member: int, event: Event) -> bool:
+        """-> have all ended?"""
+        if isinstance(event, Commit):
+            self.tokens[member] += event.tokens
+            self.texts[member] += event.text
+        elif isinstance(event, End):
+            if event.finish_reason == "error":
+                raise DiffusionGemmaError(f"a case failed: {event.error}")
+            self.ends[member] = event
+        return len(self.ends) == len(self.handles)
+
+    def outcomes(self) -> list[Outcome]:
+        found = []
+        for member, handle in enumerate(self.handles):
+            end, sequence = self.ends[member], handle.sequence
+            score = sequence.score if sequence is not None else None
+            tokens, text = tuple(self.tokens[member]), self.texts[member]
+            found.append(Outcome(tokens, text, end.finish_reason, end.metrics, score))
+        return found
+
+
+def _run_round(
+    engine: Engine, asked: dict[int, list[Request]], progress: Progress | None
+) -> Generator[tuple[int, list[Outcome]], None, None]:
+    """Cases in the order in which they end."""
     inbox: queue.SimpleQueue[tuple[int, int, Event]] = queue.SimpleQueue()
 
-    def forward_to(group: int) -> Callable[[int, Event], None]:
-        return lambda member, event: inbox.put((group, member, event))
+    def forward_to(case: int) -> Callable[[int, Event], None]:
+        return lambda member, event: inbox.put((case, member, event))
 
-    handles, missing = [], [len(group) for group in groups]
-    tokens: dict[tuple[int, int], list[int]] = defaultdict(list)
-    texts: dict[tuple[int, int], str] = defaultdict(str)
-    ends: dict[tuple[int, int], End] = {}
+    running: dict[int, _Group] = {}
     try:
         with held(engine):
-            for g, group in enumerate(groups):
-                handles.append(engine.submit_group(group, forward_to(g)))
-        while len(ends) < sum(map(len, groups)):
-            g, m, event = inbox.get()
-            if isinstance(event, Commit):
-                tokens[g, m] += event.tokens
-                texts[g, m] += event.text
-            elif isinstance(event, End):
-                if event.finish_reason == "error":
-                    raise DiffusionGemmaError(f"a case failed: {event.error}")
-                ends[g, m] = event
-                missing[g] -= 1
-                if progress is not None and not missing[g]:
-                    progress(missing.count(0), len(groups))
+            for i, requests in asked.items():
+                handles = engine.submit_group(requests, forward_to(i))
+                running[i] = _Group(handles, [[] for _ in requests], [""] * len(requests))
+        while running:
+            i, member, event = inbox.get()
+            if running[i].take(member, event):
+                outcomes = running.pop(i).outcomes()
+                if progress is not None:
+                    progress(len(asked) - len(running), len(asked))
+                yield i, outcomes
     finally:
-        for group_handles in handles:
-            for handle in group_handles:
-                handle.cancel()  # those that ended do not mind
-
-    def outcome(g: int, m: int) -> Outcome:
-        end, sequence = ends[g, m], handles[g][m].sequence
-        score = sequence.score if sequence is not None else None
-        return Outcome(tuple(tokens[g, m]), texts[g, m], end.finish_reason, end.metrics, score)
-
-    return [[outcome(g, m) for m in range(len(group))] for g, group in enumerate(groups)]
+        for group in running.values():
+            for handle in group.handles:
+                handle.cancel()
 
 
 @contextmanager

@@ -6,16 +6,14 @@ edit distance over the longer length; and whether Python parses the whole file w
 
 from __future__ import annotations
 
-import ast
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import numpy as np
+from typing import Any
 
 from diffusiongemma.engine import Candidate, Engine
 from diffusiongemma.engine.candidates import Try, judge
+from diffusiongemma.engine.choice import Choice
 from diffusiongemma.engine.events import End
 from diffusiongemma.engine.infill import plan_infill
 from diffusiongemma.errors import DataError, InputError
@@ -24,9 +22,14 @@ from diffusiongemma.tasks.evaluation import Graded, Outcome, Variant, Work
 from diffusiongemma.tasks.sets import BUILT_IN, read_json_lines
 from diffusiongemma.text.exact import partial_tokens
 from diffusiongemma.text.fim import FimTokens
+from diffusiongemma.text.python import parses
+from diffusiongemma.text.similar import edit_distance, similarity
+
+__all__ = ["Infill", "InfillCase", "built_in", "edit_distance", "grade", "parses", "read_cases", "similarity"]
 
 KINDS = ("line", "lines", "inside")
 FILE = BUILT_IN / "infill.jsonl.gz"
+LIKELIEST = Choice()
 CANVAS = {"line": format.INFILL_CANVAS, "inside": format.INFILL_CANVAS, "lines": format.BLOCK_CANVAS}
 
 
@@ -78,40 +81,6 @@ def read_cases(path: Path) -> list[InfillCase]:
 # ---- grading ---------------------------------------------------------------------------------------------------------
 
 
-def parses(text: str) -> bool:
-    """Whether this is Python."""
-    try:
-        with warnings.catch_warnings():  # an invalid escape in somebody's file is none of ours
-            warnings.simplefilter("ignore")
-            ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    return True
-
-
-def edit_distance(a: str, b: str) -> int:
-    """Levenshtein's: insertions, deletions and replacements. One row of the table at a time."""
-    if len(a) < len(b):
-        a, b = b, a
-    if not b:
-        return len(a)
-    letters = np.frombuffer(b.encode("utf-32-le", "surrogatepass"), np.uint32)
-    at = np.arange(len(b) + 1)
-    row = at.copy()
-    for i, letter in enumerate(a, 1):
-        new = np.minimum(row[1:] + 1, row[:-1] + (letters != ord(letter)))
-        new = np.concatenate([[i], new])
-        # An insertion adds one to the left neighbour: a running minimum of what each would be without its own offset.
-        row = np.minimum.accumulate(new - at) + at
-    return int(row[-1])
-
-
-def similarity(a: str, b: str) -> float:
-    """1: equal, 0: nothing in common."""
-    longest = max(len(a), len(b))
-    return 1.0 - edit_distance(a, b) / longest if longest else 1.0
-
-
 def grade(case: InfillCase, text: str) -> dict[str, bool | float]:
     """`parses` is asked only where the original does."""
     got, wanted = text.rstrip(), case.target.rstrip()
@@ -126,12 +95,13 @@ def grade(case: InfillCase, text: str) -> dict[str, bool | float]:
 
 @dataclass(frozen=True)
 class Infill:
-    """`candidates`: fillings to try, of which the likeliest counts (None: 1 for a model that ends holes itself).
+    """`candidates`: fillings to try, of which the best by `choice` counts (None: 1 for a model that ends holes itself).
     `context`: prompt tokens at most (None: what the model was trained with)."""
 
     candidates: int | None = None
     context: int | None = None
     canvas: int | None = None
+    choice: Choice = LIKELIEST
     name: str = "infill"
     headline: str = "exact"
 
@@ -146,10 +116,11 @@ class Infill:
             outcomes = yield whole
             steps += sum(outcome.metrics.steps for outcome in outcomes)
             found = _judge(engine, tries, outcomes)
-        best = max(found, key=lambda candidate: candidate.rank)
+        best = self.choice.order(found, (case.prefix, case.suffix))[0]
         text = best.texts[0] if best.texts is not None else ""
         scores = grade(case, text) | {"finished": best.finish_reason == "stop"}
-        return Graded(case.name, case.kind, seed, text, scores, steps, len(best.fillings[0]))
+        told = [_tell(case, candidate) for candidate in found] if len(found) > 1 else []
+        return Graded(case.name, case.kind, seed, text, scores, steps, len(best.fillings[0]), told)
 
     def plan(self, engine: Engine, case: InfillCase, variant: Variant, seed: int) -> list[Try]:
         width = min(self.canvas or CANVAS[case.kind], engine.model.config.canvas_length)
@@ -159,7 +130,11 @@ class Infill:
             options["canvas"] = width
         params = variant.params(engine.params, seed=seed, **options)
         candidates = self.candidates or (1 if ends_itself else None)
-        return plan_infill(engine, case.prefix, case.suffix, params, candidates, drafts=False, context=self.context)
+        self.choice.refuse_without_effect(candidates, variant.mode)
+        tries = plan_infill(engine, case.prefix, case.suffix, params, candidates, drafts=False, context=self.context)
+        if len(tries) == 1:  # nothing to compare: the pass that would score it is spared
+            return [replace(tries[0], request=replace(tries[0].request, score=False))]
+        return tries
 
 
 def _judge(engine: Engine, tries: Sequence[Try], outcomes: Sequence[Outcome]) -> list[Candidate]:
@@ -167,3 +142,10 @@ def _judge(engine: Engine, tries: Sequence[Try], outcomes: Sequence[Outcome]) ->
         judge(engine, one, outcome.tokens, End(outcome.finish_reason, outcome.metrics), outcome.score)
         for one, outcome in zip(tries, outcomes, strict=True)
     ]
+
+
+def _tell(case: InfillCase, candidate: Candidate) -> dict[str, Any]:
+    """All that choices between candidates go by, and what each would be worth (scripts/compare_choices.py)."""
+    text = None if candidate.texts is None else candidate.texts[0]
+    about = {"seed": candidate.seed, "text": text, "score": candidate.score, "opens": candidate.opens}
+    return about | {"finish_reason": candidate.finish_reason, "scores": grade(case, text or "")}

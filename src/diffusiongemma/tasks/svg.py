@@ -26,6 +26,7 @@ __all__ = ["SvgCase", "SvgGrade", "cases", "document", "extract", "grade", "prom
 
 NAMES = BUILT_IN / "svg_names.jsonl.gz"
 INK_LEAST, INK_MOST = 0.002, 0.995
+MAX_ATTEMPTS = 100
 INK_SIZE = 64  # pixels of the picture that ink is measured on
 _FENCED = re.compile(r"\s*```(?:svg|xml|html)?[ \t]*\n(.*?)\n?```\s*", re.DOTALL)
 
@@ -50,8 +51,18 @@ class SvgGrade:
     problems: tuple[str, ...] = ()
 
     @property
+    def readable(self) -> bool:
+        """All that can be said without drawing it."""
+        return self.well_formed and self.allowed and self.paths_valid
+
+    @property
     def ok(self) -> bool:
-        return self.well_formed and self.allowed and self.paths_valid and self.visible
+        return self.readable and self.visible
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """Of several answers the greatest is kept: something to see first, then the fewest faults."""
+        return self.visible, self.well_formed + self.allowed + self.paths_valid
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"ok": self.ok}
@@ -76,8 +87,8 @@ def document(text: str, size: int | None = None) -> str:
     return read(extract(text)).markup(size) + "\n"
 
 
-def grade(text: str) -> SvgGrade:
-    """Judge an answer; never raises for what a model may have written."""
+def grade(text: str, drawn: bool = True) -> SvgGrade:
+    """Judge an answer; never raises for what a model may have written. Not `drawn`: without a look at the picture."""
     try:
         drawing = read(extract(text))
     except SvgError as error:
@@ -85,6 +96,8 @@ def grade(text: str) -> SvgGrade:
     problems = [f"not allowed: {what}" for what in drawing.dropped]
     faults = [problem for data in drawing.paths if (problem := path_problem(data)) is not None]
     problems += [f"path: {fault}" for fault in faults]
+    if not drawn:
+        return SvgGrade(True, not drawing.dropped, not faults, problems=tuple(problems))
     try:
         ink = float(coverage(render_drawing(drawing, INK_SIZE)).mean())
     except SvgError as error:

@@ -6,6 +6,7 @@ half a character. Here neither happens: text that cannot be held is refused, and
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from functools import lru_cache
 from itertools import groupby
@@ -42,6 +43,62 @@ def encode_exact(tokenizer: Tokenizer, text: str) -> list[int]:
     if exact_text(tokenizer, ids) != text:
         raise InputError(f"this model's tokenizer cannot hold the text as it is: it rewrites {sorted(rewritten)[:5]}")
     return ids
+
+
+# Where a tokenizer splits text before it merges anything. In these patterns (the embedded model's) a line break, with
+# its \r, is always the beginning of a piece: no other alternative takes one, none looks back, and what looks ahead sees
+# the same in a line break as in the end of the text. So text is cut there without any token changing.
+LINEWISE = (r"[ .\-]?\p{N}|\r?\n[ \t]*|[^\r\n\p{L}\p{N}]?\p{L}+| ?[^\s\p{L}\p{N}]+|[^\S\r\n]+(?!\S)|[^\S\r\n]+",)
+CHARACTERS_A_TOKEN = 5  # to begin with; if they hold too few tokens, twice as many
+
+
+def encode_start(tokenizer: Tokenizer, text: str, count: int) -> list[int]:
+    """The first `count` tokens of `encode_exact`, without reading a long text to its end where that is possible."""
+    size = CHARACTERS_A_TOKEN * count
+    while count > 0 and size < len(text) and _is_linewise(tokenizer):
+        at = _line_break(text, text.find("\n", size))
+        if at is None:
+            break
+        if len(ids := encode_exact(tokenizer, text[:at])) >= count:
+            return ids[:count]
+        size *= 2
+    return encode_exact(tokenizer, text)[: max(0, count)]
+
+
+def encode_end(tokenizer: Tokenizer, text: str, count: int) -> list[int]:
+    """The last `count` tokens of `encode_exact`, without reading a long text from its beginning where possible."""
+    size = CHARACTERS_A_TOKEN * count
+    while count > 0 and size < len(text) and _is_linewise(tokenizer):
+        at = _line_break(text, text.rfind("\n", 0, len(text) - size))
+        if at is None:
+            break
+        if len(ids := encode_exact(tokenizer, text[at:])) >= count:
+            return ids[-count:]
+        size *= 2
+    ids = encode_exact(tokenizer, text)
+    return ids[len(ids) - max(0, min(count, len(ids))) :]
+
+
+def _line_break(text: str, at: int) -> int | None:
+    """Where the line break begins whose \\n was found there; None: none was"""
+    return None if at < 0 else at - (text[at - 1 : at] == "\r")
+
+
+@lru_cache(maxsize=8)
+def _is_linewise(tokenizer: Tokenizer) -> bool:
+    """Is the text split by one of `LINEWISE`, and by nothing else, before its pieces become tokens?"""
+    if not tokenizer.byte_level:
+        return False
+    data = json.loads(tokenizer.to_json())
+    # Added tokens are found before anything is split, unless they are special: those are spelled out in plain text.
+    added = [token for token in data["added_tokens"] if not tokenizer.is_special(token["id"])]
+    match data["pre_tokenizer"]:
+        case {"type": "Sequence", "pretokenizers": [
+            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
+            {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+        ]}:  # fmt: skip
+            return pattern in LINEWISE and not added and data["normalizer"] is None
+    return False
 
 
 def _spell(tokenizer: Tokenizer, text: str) -> list[int]:
