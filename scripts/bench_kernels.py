@@ -461,13 +461,15 @@ def more(shape: Shape) -> list[Tile]:
         }
         if not few:
             sizes = {(64, 4, 0): (3, 4, 6), (128, 4, 0): (3, 4), (128, 8, 0): (3, 4, 6)}
-        found = [Tile(rows, o, warps, s, limit) for (o, warps, limit), stages in sizes.items() for s in stages]
+        found = [Tile(rows, o, warps, s, limit, more=first.more)
+                 for (o, warps, limit), stages in sizes.items() for s in stages]  # fmt: skip
     fitting = [t for t in found if t.rows * t.outputs * (1 + shape.gated) // (32 * t.warps) <= 128]
     return list(dict.fromkeys([first, *fitting]))
 
 
 def brief(tile: Tile) -> str:
     extra = f" r{tile.registers}" * bool(tile.registers) + " half" * tile.half + f" x{tile.turns}" * (tile.turns > 1)
+    extra += f" +{tile.more}" * bool(tile.more) + " ask" * tile.ask
     return f"{tile.rows}x{tile.outputs} w{tile.warps} s{tile.stages}{extra}"
 
 

@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
 from diffusiongemma.ops import (
     attention_cached,
+    attention_join_triton,
     attention_triton,
     fused,
     heads_triton,
@@ -281,7 +282,7 @@ def attention_cases() -> Iterator[Case]:
     yield attention_case("one token full 32768", FULL, 32_768, 1, True, None)
     _, k, v, prefix, new = attention_inputs(SLIDING, 512, CANVAS, slots=ring)
     moved = 2.0 * 2 * k.numel() * 2
-    yield Case("store sliding", lambda: attention_triton.store(k, v, prefix, new), moved)
+    yield Case("store sliding", lambda: attention_join_triton.store(k, v, prefix, new), moved)
 
 
 # ---- the small ones ----------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
 from diffusiongemma.ops import (
     attention_cached,
+    attention_join_triton,
     attention_triton,
     fused,
     heads_triton,
@@ -183,7 +184,7 @@ def attention_checks() -> Iterator[Check]:
         def store(args=args) -> bool:
             _, k, v, prefix, new, *_ = args
             one, other = (Prefix(prefix.keys.clone(), prefix.values.clone(), prefix.row, prefix.length) for _ in "ab")
-            attention_triton.store(k, v, one, new)
+            attention_join_triton.store(k, v, one, new)
             attention_cached.store(k, v, other, new)
             pairs = ((one.keys, other.keys), (one.values, other.values))
             return all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in pairs)

@@ -3,7 +3,8 @@
 
     python scripts/check_runner.py [--only small,fp8,int4,bf16] [--users 8,16] [--tiny]
 
-small: graph against eager, batched against alone, kernels against plain torch, in every number format, with pins.
+small: graph against eager, batched against alone, kernels against plain torch, in every number format, with pins; and
+which bits of a canvas, if any, depend on what is beside it.
 fp8, int4, bf16: a step of one user over 512 tokens with the dense MLP beside the experts and after them, what its
 kernels take, over 32,768 tokens, for several users, and peak memory. `--tiny` runs all of it without a card, in
 Triton's interpreter. A part that fails prints why, and the next begins.
@@ -23,6 +24,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "ops")]
@@ -47,7 +49,16 @@ if TINY:
 import torch
 
 from diffusiongemma.config import ModelConfig
-from diffusiongemma.diffusion import Denoiser, EntropyBound, LinearTemperature, SeededDraws, StableAndConfident
+from diffusiongemma.diffusion import (
+    Constraint,
+    Denoiser,
+    EntropyBound,
+    Forbidden,
+    LinearTemperature,
+    Pins,
+    SeededDraws,
+    StableAndConfident,
+)
 from diffusiongemma.engine import Commit, Draft, End, Engine, Limits, Request, SamplingParams, slate
 from diffusiongemma.engine.fast import FastRunner
 from diffusiongemma.engine.lane import Kind, Lane
@@ -59,6 +70,7 @@ from diffusiongemma.model.quantize import Scheme, random_network
 from diffusiongemma.model.support import unsupported
 from diffusiongemma.ops import kernels
 from diffusiongemma.ops.quantized import QuantWeight
+from diffusiongemma.ops.vocab import Reading
 from diffusiongemma.text.bytes import byte_tokenizer
 
 DEVICE = torch.device("cpu" if TINY else "cuda")
@@ -165,6 +177,99 @@ def agreement(a: list[list[list[object]]], b: list[list[list[object]]]) -> str:
     return f"{same / max(1, total):.1%} of the tokens in all steps, first entropies within {first:.1e}"
 
 
+FIELDS = ("tokens", "accepted", "entropy")
+
+
+def tell_differences(a: list[list[list[object]]], b: list[list[list[object]]]) -> None:
+    """Of each request: the first draft that differs, in what, and how far apart its entropies are"""
+    for number, (one, two) in enumerate(zip(a, b, strict=True)):
+        if len(one) != len(two):
+            say(f"      request {number}: {len(one)} events against {len(two)}")
+        at = next((i for i, (x, y) in enumerate(zip(one, two, strict=False)) if x != y), None)
+        if at is None:
+            continue
+        x, y = one[at], two[at]
+        fields = [name for name, p, q in zip(FIELDS, x, y, strict=False) if p != q]
+        told = f"differs first, in {', '.join(fields)}"
+        if len(x) == len(y) == len(FIELDS):
+            apart = (torch.tensor(x[2]) - torch.tensor(y[2])).abs()
+            places = [f"{name} {sum(p != q for p, q in zip(x[i], y[i], strict=True))}" for i, name in enumerate(FIELDS)]  # type: ignore[arg-type,call-overload]
+            told += f"; entropies apart by {float(apart.max()):.1e} at most; positions: {', '.join(places)}"
+        say(f"      request {number}: event {at + 1} of {len(one)} {told}")
+
+
+# ---- which bits depend on what is beside a canvas? ---------------------------------------------------------------
+
+Bits = dict[str, torch.Tensor]
+
+
+def apart(a: Bits, b: Bits) -> str:
+    """The names of what differs, with how far it is apart; empty: nothing does"""
+    found = []
+    for name, value in a.items():
+        if not torch.equal(value, b[name]):
+            off = (value.double() - b[name].double()).abs()
+            found.append(f"{name} ({int((off > 0).sum())} of {off.numel()}, {float(off.max()):.1e})")
+    return ", ".join(found)
+
+
+@torch.inference_mode()
+def bits(name: str, model: DiffusionGemma) -> None:
+    """The first canvas alone, and beside others: more rows, pins and banned tokens, a longer prefix"""
+    runner = FastRunner(model, triton_ops(exact=True), LIMITS, graphs=False)
+    lengths = (5, 9, 3, 20) if TINY else (40, 300, 700, 2100)
+    prompts = [torch.randint(3, 260, (n,), generator=torch.Generator().manual_seed(n)) for n in lengths]
+    rows = [runner.new_row(n) for n in lengths]
+    encoded = runner.slate.encode(prompts[0], rows[:1], [lengths[0]]).clone()
+    rows[0].length = 0
+    packed = runner.slate.encode(torch.cat(prompts[:2]), rows[:2], list(lengths[:2]))
+    told = apart({"hidden": encoded}, {"hidden": packed[: lengths[0]]})
+    check(f"{name}: bits of a prompt beside another", not told, told)
+    for row, prompt in zip(rows[2:], prompts[2:], strict=True):
+        for part_of in prompt.split(LIMITS.chunk or 512):
+            runner.slate.encode(part_of, [row], [len(part_of)])
+    width = SMALL.canvas_length
+    ruled = [Forbidden((9, 10)), Pins({1: 70, width // 2: 71})]
+    companies: dict[str, tuple[list[CacheRow], dict[int, list[Constraint]]]] = {
+        "one more": (rows[:2], {}),
+        "two more": (rows[:3], {}),
+        "one with pins and banned tokens": (rows[:2], {1: ruled}),
+        "a longer one": ([rows[0], rows[3]], {}),
+    }
+    count = 1 if TINY else 3  # the interpreter takes half a minute for each
+    for warm in (True,) if TINY else (True, False):
+        lane = Lane(runner.network, runner.recorder, 4, width, warm)
+        alone = step_bits(lane, rows[:1], {}, count)
+        for company, (others, rules) in companies.items():
+            steps = enumerate(zip(alone, step_bits(lane, others, rules, count), strict=True))
+            told = next((f"step {i + 1}: {found}" for i, pair in steps if (found := apart(*pair))), "")
+            check(f"{name}: bits of a {'warm' if warm else 'cold'} canvas beside {company}", not told, told)
+
+
+def step_bits(lane: Lane, rows: Sequence[CacheRow], rules: dict[int, list[Constraint]], steps: int) -> list[Bits]:
+    """What the first of these canvases gets, step by step"""
+    seat(lane, rows, rules)
+    width, ops, network, found = lane.width, lane.network.ops, lane.network, list[Bits]()
+
+    def spy(hidden: torch.Tensor, *args: object, **options: object) -> Reading:
+        reading = ops.vocab_end(hidden, *args, **options)
+        made = {"hidden": hidden, **{name: getattr(reading, name) for name in READ}}
+        found.append({part: value[:width].clone() for part, value in made.items()})
+        return reading
+
+    network.ops = replace(ops, vocab_end=spy)
+    for _ in range(steps):
+        lane.step(kind_of(lane, len(rows)))
+        board, out = lane.board, lane.board.out[0].clone()
+        found[-1] |= {"accepted": out[2 * width : 3 * width], "mean and end": out[3 * width :]}
+        found[-1] |= {"next tokens": board.tokens[0].clone(), "next soft": board.soft[0].clone()}
+    network.ops = ops
+    return found
+
+
+READ = ("argmax", "sample", "entropy", "logprob", "sample_logprob", "soft")
+
+
 def small(kind: str | None) -> None:
     name, asked = kind or "bf16", requests()
     model = small_network(kind)
@@ -174,7 +279,7 @@ def small(kind: str | None) -> None:
     plain_model = copy.deepcopy(model)
     made: dict[str, list[list[list[object]]]] = {}
 
-    def runner(exact: bool, graphs: bool = True, **options: bool) -> FastRunner:
+    def runner(exact: bool, graphs: bool = True, **options: Any) -> FastRunner:
         return FastRunner(model, triton_ops(exact), LIMITS, graphs=graphs, **options)
 
     made["exact"] = run_all(model, runner(exact=True), asked)
@@ -182,17 +287,20 @@ def small(kind: str | None) -> None:
     if not TINY:  # the interpreter has neither graphs nor streams
         made["eager"] = run_all(model, runner(exact=True, graphs=False), asked)
         check(f"{name}: graph against eager", made["exact"] == made["eager"])
-        made["overlap"] = run_all(model, runner(exact=True, overlap=True), asked)
+        made["overlap"] = run_all(model, runner(exact=True, overlap=("draw", "encode", "denoise")), asked)
         check(f"{name}: MLP beside the experts", made["exact"] == made["overlap"])
         made["waiting"] = run_all(model, runner(exact=True, ahead=False), asked)
         check(f"{name}: a step ahead and not", made["exact"] == made["waiting"])
+        tell_differences(made["exact"], made["waiting"])
         alone = [run_all(model, runner(exact=True), [request])[0] for request in asked]
         check(f"{name}: batched against alone", made["exact"] == alone, agreement(made["exact"], alone))
+        tell_differences(made["exact"], alone)
         made["graph"] = run_all(model, runner(exact=False), asked)
         apart = [run_all(model, runner(exact=False), [request])[0] for request in asked]
         say(f"{name}: with the vendor's products, batched against alone: {agreement(made['graph'], apart)}")
     held = [made["exact"][1][0][0][at] == token for at, token in asked[1].pins.items()]  # type: ignore[index]
     check(f"{name}: pins hold", all(held))
+    bits(name, model)
     against_truth(name, model, plain_model)
 
 
@@ -253,11 +361,12 @@ def large_network(kind: str | None) -> DiffusionGemma:
     return random_network(LARGE, scheme, DEVICE, BF16)
 
 
-def seat(lane: Lane, rows: Sequence[CacheRow]) -> None:
-    """Canvases over these rows, without requests"""
+def seat(lane: Lane, rows: Sequence[CacheRow], rules: dict[int, list[Constraint]] | None = None) -> None:
+    """Canvases over these rows, without requests; some with rules"""
     pooled = [row for row in rows if isinstance(row, PoolRow)]
     for i in range(len(rows)):
-        denoiser = replace(STEPS, vocab_size=lane.network.config.vocab_size)
+        constraints = [] if rules is None else rules.get(i, [])
+        denoiser = replace(STEPS, vocab_size=lane.network.config.vocab_size, constraints=constraints)
         lane.board.put(i, denoiser, denoiser.start(lane.width, SeededDraws(i), DEVICE), None, i, 0)
     lane.offsets[:, : len(rows)].copy_(lane.network.pool.offsets(pooled))
     lane.length[: len(rows)].copy_(torch.tensor([row.length for row in rows], dtype=torch.int32))
@@ -383,13 +492,13 @@ class Large:
             part(f"{self.kind} profile", lambda: profile(lane.recorded(kind_of(lane, 1))))
 
         def beside() -> None:
-            network.overlap = not TINY
+            network.overlap = ("denoise",)
             other = Lane(network, runner.recorder, 1, width)
             seat(other, rows[:1])
             step(1, "1 user, MLP beside the experts", other)
 
         part(f"{self.kind} overlap", beside)
-        network.overlap = False
+        network.overlap = ()
 
         def distant() -> None:
             row = runner.new_row(far + width)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from diffusiongemma.bench.batch import measure_batch
 from diffusiongemma.bench.drive import random_tokens, same_prompt
 from diffusiongemma.bench.e2e import measure_e2e
 from diffusiongemma.bench.floor import PARTS
+from diffusiongemma.bench.look import look
 from diffusiongemma.bench.memory import measure_memory
 from diffusiongemma.bench.prefill import measure_prefill
-from diffusiongemma.bench.replay import FILL, recorded_step, replay_seconds
+from diffusiongemma.bench.replay import FILL, filled_lane, replay_seconds
 from diffusiongemma.bench.step import measure_step
 from diffusiongemma.bench.subject import Subject, Target
 from diffusiongemma.bench.suite import Plan, run_suite
@@ -77,7 +79,7 @@ def test_a_figure_survives_its_explanation(subject: Subject, monkeypatch: pytest
     monkeypatch.setattr(step_module, "parts_of_plain", broken)
     outcome = measure_step(subject, prefixes=(16,), steps=4, repeat=1)
     assert outcome.result["ms"] > 0
-    assert told(outcome)["  parts"] == "not taken apart: RuntimeError: CUPTI is busy"
+    assert told(outcome)["  TROUBLE"] == "not taken apart: RuntimeError: CUPTI is busy"
 
 
 def test_recorded_step_is_a_step() -> None:
@@ -86,9 +88,9 @@ def test_recorded_step_is_a_step() -> None:
     limits = Limits(max_rows=2, max_bytes=1 << 22)
     runner = FastRunner(subject.model, torch_ops(), limits)
     with Engine(subject.model, subject.tokenizer, limits=limits, runner=runner) as engine:
-        replay = recorded_step(engine, 2, 20, 32)
-        assert replay is not None
-        board = runner.lane(32).board
+        lane = filled_lane(engine, 2, 20, 32)
+        assert lane is runner.lane(32)
+        replay, board = lane.recorded(lane.kind()), lane.board
         before = board.counts[0, :2].tolist()
         assert min(before) >= FILL
         assert replay_seconds(engine, replay, 3, 1) > 0
@@ -97,7 +99,60 @@ def test_recorded_step_is_a_step() -> None:
         prompt = random_tokens(engine, 20)
         assert len(same_prompt(engine, prompt, 1, 32, steps=2).results[0].tokens) == 32
     with subject.engine(1, 64) as plain:
-        assert recorded_step(plain, 1, 20, 32) is None
+        assert filled_lane(plain, 1, 20, 32) is None
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> Subject:
+    """Its engines have the fast runner, without a card."""
+    monkeypatch.setattr(
+        engine_module, "choose_runner", lambda model, limits, kernels=None: FastRunner(model, torch_ops(), limits)
+    )
+    return Subject.make(Target("tiny"))
+
+
+def test_experts_are_counted_in_the_pass_that_is_timed(fast: Subject) -> None:
+    """All tokens go one way in the fused network alone, as NaN once sent them: the figure must say so."""
+    least = fast.model.config.top_k_experts / fast.model.config.num_experts
+    with fast.engine(2, 64) as engine:
+        lane = filled_lane(engine, 2, 20, 32)
+        assert lane is not None
+        network, ops = lane.network, lane.network.ops
+        seen = look(network, lambda: lane.step(lane.kind()))
+        assert network.ops is ops
+        assert seen.trouble is None
+        assert min(seen.shares) > least
+
+        def one_way(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            index, weight = ops.route(*args)
+            return index[:1].expand_as(index), weight
+
+        network.ops = replace(ops, route=one_way)
+        assert look(network, lambda: lane.step(lane.kind())).shares == [least] * 6
+        network.ops = ops
+        with torch.inference_mode():
+            lane.board.soft[1, 3, 2] = torch.nan
+        assert "hidden states, entropies" in str(look(network, lambda: lane.step(lane.kind())).trouble)
+
+
+def test_figures_of_a_network_that_makes_no_numbers_are_marked(fast: Subject) -> None:
+    fast.model.norm.weight.data.fill_(torch.nan)
+    outcome = measure_step(fast, prefixes=(16,), steps=4, repeat=1, breakdown=False)
+    assert "not to be believed: hidden states" in told(outcome)["  TROUBLE"]
+    assert "hidden states" in outcome.result["cases"][0]["trouble"]
+    drawn = measure_ar(fast, (2,), prefix=16, tokens=8, repeat=1)
+    assert "hidden states" in drawn.result["cases"][0]["trouble"]
+
+
+def test_steps_that_were_not_taken_are_no_figure(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_module, "step_seconds", lambda *_: 1e-9)
+    with pytest.raises(DiffusionGemmaError, match="do not take the steps"):
+        measure_step(subject, prefixes=(16,), steps=4, repeat=1)
+    monkeypatch.undo()
+    monkeypatch.setitem(step_module.ASKED, "confidence", 100.0)
+    monkeypatch.setitem(step_module.ASKED, "stability", 0)
+    with pytest.raises(DiffusionGemmaError, match="done after 1 of"):
+        measure_step(subject, prefixes=(16,), steps=8, repeat=1)
 
 
 def test_e2e(subject: Subject) -> None:
@@ -210,11 +265,9 @@ def test_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         run_suite(Target("tiny"), ("speed",), plan)
 
 
+@pytest.mark.usefixtures("fast")
 def test_all_over_the_fast_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pools, kept prompts and boards as on a card, with torch twins for kernels."""
-    monkeypatch.setattr(
-        engine_module, "choose_runner", lambda model, limits, kernels=None: FastRunner(model, torch_ops(), limits)
-    )
     monkeypatch.setattr(suite_module, "LENGTHS", (16, 600))
     plan = Plan(users=(1, 3), prefix=16, long=100, context=64, steps=1, repeat=1)
     file = tmp_path / "lines.jsonl"

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from diffusiongemma.engine import End, Engine, Limits, Request, SamplingParams
+from diffusiongemma.engine import runner as runner_module
 from diffusiongemma.engine.fast import FastRunner, choose_runner
-from diffusiongemma.engine.runner import Runner
+from diffusiongemma.engine.graphs import Recorder, Work
+from diffusiongemma.engine.lane import STRANGE
+from diffusiongemma.engine.runner import Runner, default_chunk
 from diffusiongemma.errors import DeviceError
 from diffusiongemma.model import CacheRow
+from diffusiongemma.model.backend import torch_ops
+from diffusiongemma.model.pool import CachePool
+from diffusiongemma.text.bytes import byte_tokenizer
 from engine.runners import CONFIG, SMALL, BoardDraws, fast_engine, make_model, plain_engine, told
 
+Rows, Passes = Sequence[CacheRow], list[list[int]]
+Encode = Callable[[Tensor, Rows, list[int]], Tensor]
 options = st.fixed_dictionaries(
     {"max_new_tokens": st.integers(1, 40), "seed": st.integers(0, 2**40), "steps": st.integers(1, 7)},
     optional={
@@ -164,6 +175,83 @@ def test_rows_are_told_where_they_moved() -> None:
         assert got[1][:-1] == told(plain.submit(long, draws=BoardDraws(2)))[:-1]
 
 
+def test_cold_canvases_step_apart_from_warm_ones() -> None:
+    """The vocabulary end reads them in another way, which must not depend on who else is here."""
+    base = {"max_new_tokens": 30, "steps": 4, "t_max": 0.8}
+    asked = [
+        Request((5, 6, 7), SamplingParams.build(**base, seed=i, t_min=t)) for i, t in enumerate((0.4, 0.1, 0.5, 0.2))
+    ]
+    with fast_engine() as engine, plain_engine() as plain:
+        runner = engine.scheduler.runner
+        assert isinstance(runner, FastRunner)
+        handles = [engine.submit(request) for request in asked]
+        assert [told(handle) for handle in handles] == [
+            told(plain.submit(request, draws=BoardDraws(i))) for i, request in enumerate(asked)
+        ]
+        lanes = {place: lane.warm for place, lane in runner._lanes.items()}
+        assert lanes == {(16, True): True, (16, False): False}
+
+
+def test_a_card_with_memory_to_spare_encodes_more_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    free: dict[str, int | None] = {"now": None}
+    monkeypatch.setattr(runner_module, "free_bytes", lambda device: free["now"])
+    device = torch.device("cpu")
+    assert default_chunk(device) == 512  # no card
+    free["now"] = 7 << 30
+    assert default_chunk(device) == 2048
+    assert default_chunk(device, taken=2 << 30) == 512
+    model = make_model()
+    for limits, chunk in ((Limits(max_bytes=SMALL), 2048), (Limits(max_bytes=SMALL, chunk=48), 48)):
+        runner = FastRunner(model, torch_ops(), limits)
+        with Engine(model, byte_tokenizer(), limits=limits, runner=runner) as engine:
+            assert engine.scheduler.chunk == runner.chunk == chunk
+            assert runner.slate.most_tokens == chunk + 16
+    free["now"] = 1 << 30
+    assert Runner(model).chunk == 512
+
+
+def test_prompts_and_commits_of_all_users_share_a_pass() -> None:
+    """Eight prompts of 20 tokens, then eight blocks of 16: one pass each, where the chunk has room for them."""
+    texts: dict[int, list[list[tuple[object, ...]]]] = {}
+    passes: dict[int, Passes] = {}
+    for chunk in (160, 32):
+        limits = Limits(max_rows=8, max_bytes=SMALL, chunk=chunk)
+        with fast_engine(limits) as engine:
+            scheduler, runner = engine.scheduler, engine.scheduler.runner
+            assert isinstance(runner, FastRunner)
+            counts = passes[chunk] = []
+            encode = runner.slate.encode
+
+            def spy(
+                tokens: Tensor,
+                rows: list[CacheRow],
+                n: list[int],
+                counts: list[list[int]] = counts,
+                run: Encode = encode,
+            ) -> Tensor:
+                counts.append(list(n))
+                return run(tokens, rows, n)
+
+            runner.slate.encode = spy  # type: ignore[method-assign, assignment]
+            params = {"max_new_tokens": 32, "steps": 2, "early_stop": False}
+            asked = [Request(tuple(range(i, i + 20)), SamplingParams.build(**params, seed=i)) for i in range(3, 11)]
+            prepared = [engine._prepare(request, None) for request in asked]
+            for sequence, _ in prepared:
+                scheduler.add(sequence)
+            while scheduler.busy:
+                scheduler.tick()
+            texts[chunk] = [told(handle) for _, handle in prepared]
+    assert passes[160] == [[20] * 8, [16] * 8]
+    assert len(passes[32]) > 8
+    assert texts[160] == texts[32]
+
+
+def test_few_reaches_are_recorded_and_none_is_far_too_long() -> None:
+    pool = CachePool(CONFIG, SMALL, torch.float32)
+    asked = (1, 2048, 2049, 8192, 8193, 8704, 16385, 70_000)
+    assert [pool.reach_for(n) for n in asked] == [2048, 2048, 8192, 8192, 16384, 16384, 32768, 131_072]
+
+
 def test_which_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # else kernels run here too
     model = make_model()
@@ -171,3 +259,21 @@ def test_which_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(choose_runner(model, Limits(), kernels=False)) is Runner
     with pytest.raises(DeviceError, match="kernels=True"):
         choose_runner(model, Limits(), kernels=True)
+
+
+@pytest.mark.parametrize(("width", "steps", "recorded"), [(16, 6, 1), (5, 6, 0), (5, STRANGE + 2, 1)])
+def test_a_width_that_may_never_come_again_is_recorded_late(width: int, steps: int, recorded: int) -> None:
+    names: list[str] = []
+
+    class Counting(Recorder):
+        def record(self, name: str, work: Work, changed: Iterable[Tensor] = ()) -> Work:
+            names.append(name)
+            return work
+
+    model, limits = make_model(), Limits(max_bytes=SMALL)
+    runner = FastRunner(model, torch_ops(), limits)
+    runner.recorder = Counting(model.device)
+    with Engine(model, byte_tokenizer(), limits=limits, runner=runner) as engine:
+        params = SamplingParams.build(max_new_tokens=width, canvas=width, steps=steps, early_stop=False, seed=1)
+        assert len(list(engine.submit(Request((5, 6, 7), params)))) >= steps
+    assert len([name for name in names if name.startswith("a step")]) == recorded

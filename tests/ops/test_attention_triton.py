@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from diffusiongemma.errors import InputError
-from diffusiongemma.ops import attention_cached, attention_triton, attention_wide_triton
+from diffusiongemma.ops import attention_cached, attention_join_triton, attention_triton, attention_wide_triton
 from diffusiongemma.ops.attention import attend_canvas, attend_causal
 from diffusiongemma.ops.attention_cached import New, Prefix
 from diffusiongemma.ops.attention_triton import Blocks
 from diffusiongemma.ops.attention_wide_triton import WideBlocks
+from diffusiongemma.ops.quant import FP8
+from diffusiongemma.ops.rows_triton import quantize_rows
 
 FP32, BF16 = torch.float32, torch.bfloat16
 SMALL = Blocks(queries=16, keys=16, parts=1, warps=4, stages=2)
@@ -119,13 +121,47 @@ def test_room_that_is_not_used(blocks) -> None:
     torch.testing.assert_close(got[: len(q)], want, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("blocks", [SMALL, SPLIT, WIDE, WHOLE, SPLIT._replace(parts=8)])
+def test_rows_for_the_next_product(blocks) -> None:
+    """The bits of attention followed by the rounding to fp8, whether the join does it or not."""
+    slots, window = (64, None) if isinstance(blocks, WideBlocks) else (15, 16)
+    for heads, kv_heads in ((4, 2), (6, 3)):
+        q, k, v, prefix, new = make(MIXED, heads, kv_heads, slots=slots, dtype=BF16)
+        q[3] = v[3] = 0  # a token whose scale is near none
+        args = (q, k, v, prefix, new, True, window)
+        want = quantize_rows(attention_triton.attend(*args, blocks).flatten(1))
+        got = attention_triton.attend_rows(*args, FP8, blocks=blocks)
+        assert got.values.dtype == FP8
+        assert torch.equal(got.values.float(), want.values.float())
+        assert torch.equal(got.scale, want.scale)
+        twin = attention_cached.attend_rows(*args, FP8)
+        assert float((got.wide() - twin.wide()).norm() / twin.wide().norm()) < 0.03
+
+
+@pytest.mark.parametrize("blocks", [SMALL, SPLIT, WIDE, None])
+@pytest.mark.parametrize("quant", [None, FP8])
+@pytest.mark.parametrize("rows", [MIXED, [(40, 1), (15, 1), (3, 1)], [(20, 0), (3, 2)]])
+def test_new_tokens_are_kept_after_they_were_seen(rows, quant, blocks) -> None:
+    """A ring without a slot to spare: the slot of a new token holds one that its query still sees."""
+    slots, window = (64, None) if isinstance(blocks, WideBlocks) else (15, 16)
+    q, k, v, prefix, new = make(rows, slots=slots)
+    want_prefix = Prefix(prefix.keys.clone(), prefix.values.clone(), prefix.row, prefix.length)
+    want = attention_triton.attend_rows(q, k, v, prefix, new, True, window, quant, blocks=blocks)
+    attention_cached.store(k, v, want_prefix, new)
+    more = [torch.cat([t, torch.full_like(t[:2], torch.nan)]) for t in (q, k, v)]  # of no row
+    got = attention_triton.attend_rows(*more, prefix, new, True, window, quant, True, blocks=blocks)
+    assert torch.equal(got.wide()[: len(q)], want.wide())
+    for ours, other in ((prefix.keys, want_prefix.keys), (prefix.values, want_prefix.values)):
+        torch.testing.assert_close(ours, other, atol=0, rtol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("slots", [15, 64])
 def test_store(slots) -> None:
     _, k, v, prefix, new = make(MIXED, slots=slots)
     want = Prefix(prefix.keys.clone(), prefix.values.clone(), prefix.row, prefix.length)
     attention_cached.store(k, v, want, new)
     before = prefix.keys.clone()
-    attention_triton.store(k, v, prefix, new)
+    attention_join_triton.store(k, v, prefix, new)
     for got, other in ((prefix.keys, want.keys), (prefix.values, want.values)):
         torch.testing.assert_close(got, other, atol=0, rtol=0, equal_nan=True)
     assert not torch.equal(prefix.keys.nan_to_num(), before.nan_to_num())

@@ -88,6 +88,25 @@ def test_experts_with_few_rows_take_half_a_tile(fmt: str) -> None:
          tile=Tile(32, 128, 4, 2, half=True))  # fmt: skip
 
 
+@pytest.mark.parametrize("fmt", FORMATS[:3])
+def test_rows_beside_the_tile(fmt: str) -> None:
+    """Blocks of 48 rows as tiles of 32 and 16 more: experts with fewer than 32 rows, with up to 48, and beyond."""
+    torch.manual_seed(8)
+    counts = [20, 32, 33, 47, 48, 60]
+    index = torch.arange(6).repeat_interleave(torch.tensor(counts))[torch.randperm(sum(counts))].view(-1, 2).to(DEVICE)
+    routing, share = route(index, 6, 48), torch.rand(index.numel(), device=DEVICE) + 0.1
+    assert (routing.table[0] >= 0).sum() == 7
+    tile = Tile(32, 64, 4, 2, more=16)
+    x, up = rows_of(fmt, tokens(len(index), 192)), kept(fmt, 6, 200, 192)
+    same(x, *up, gated=True, routing=routing, tile=tile)
+    hidden, down = rows_of(fmt, tokens(index.numel(), 64)), kept(fmt, 6, 128, 64)
+    same(hidden, *down, routing=routing, share=share, tile=tile)
+    if DEVICE.type == "cuda":  # the interpreter leaves the order of sums to numpy
+        found = product_triton.product(x, *up, gated=True, routing=routing, tile=tile).values
+        small = product_triton.product(x, *up, gated=True, routing=route(index, 6, 16), tile=Tile(16, 64, 4, 2)).values
+        assert torch.equal(found, small)
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_any_tile_gives_the_same(fmt: str) -> None:
     torch.manual_seed(3)

@@ -23,10 +23,34 @@ def test_equals_the_reference(tokens: int, k: int, experts: int, block: int) -> 
     check(torch.rand(tokens, experts, generator=g).topk(k).indices, experts, block)
 
 
-def test_more_pairs_than_one_look_takes(monkeypatch) -> None:
-    monkeypatch.setattr(routing_triton, "CHUNK", 128)
-    g = torch.Generator().manual_seed(1)
-    check(torch.rand(150, 4, generator=g).topk(2).indices, 4, 16)
+@pytest.mark.parametrize(
+    ("tokens", "k", "experts", "block"), [(150, 2, 4, 16), (40, 3, 6, 32), (64, 2, 8, 20), (1, 2, 8, 16), (7, 1, 1, 16)]
+)
+def test_many_pairs_go_through_two_kernels(monkeypatch, tokens: int, k: int, experts: int, block: int) -> None:
+    """Several chunks, the last one not full, in more than one group."""
+    monkeypatch.setattr(routing_triton, "AT_ONCE", 0)
+    monkeypatch.setattr(routing_triton, "CHUNK", 16)
+    monkeypatch.setattr(routing_triton, "GROUP", 4)
+    g = torch.Generator().manual_seed(tokens)
+    check(torch.rand(tokens, experts, generator=g).topk(k).indices, experts, block)
+
+
+@pytest.mark.parametrize("expert", [0, 7])
+def test_many_pairs_of_one_expert(monkeypatch, expert: int) -> None:
+    monkeypatch.setattr(routing_triton, "AT_ONCE", 0)
+    check(torch.full((300, 1), expert), 8, 16)
+
+
+def test_which_way_depends_on_the_number_of_pairs(monkeypatch) -> None:
+    taken: list[object] = []
+    run = routing_triton.run
+    monkeypatch.setattr(routing_triton, "run", lambda kernel, *a, **o: (taken.append(kernel), run(kernel, *a, **o)))
+    monkeypatch.setattr(routing_triton, "AT_ONCE", 40)
+    for tokens, kernels in ((20, [routing_triton.route_kernel]),
+                            (21, [routing_triton.count_kernel, routing_triton.place_kernel])):  # fmt: skip
+        taken.clear()
+        check(torch.rand(tokens, 4, generator=torch.Generator().manual_seed(1)).topk(2).indices, 4, 16)
+        assert taken == kernels
 
 
 @pytest.mark.parametrize("expert", [0, 3, 7])

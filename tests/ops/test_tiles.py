@@ -11,7 +11,8 @@ SHAPES = [
     for fmt in ("bf16", "fp8", "int8", "pairs")
     for experts in (0, 128)
     for k, o, gated in ((2816, 704, True), (704, 2816, False), (2816, 8192, False))
-    for rows in ((16, 32, 64, 128) if experts else (1, 16, 33, 256, 4096))
+    for rows in ((16, 32, 64, 80, 128, 160) if experts else (1, 16, 33, 256, 4096))
+    if fmt != "pairs" or rows not in (80, 160)
 ]
 
 
@@ -21,7 +22,8 @@ def test_the_rule_gives_a_tile_that_fits(shape: Shape, limit: int) -> None:
     tile = tiles.choose(shape, limit)
     assert tile.rows * tile.outputs * (1 + shape.gated) <= 128 * 32 * tile.warps
     if shape.experts:
-        assert tile.rows == shape.rows
+        assert tile.rows + tile.more == shape.rows
+        assert tile.rows.bit_count() == 1
     if tile != tiles.candidates(shape)[-1]:
         assert tiles.shared_bytes(shape, tile) <= limit
 
@@ -53,9 +55,13 @@ def test_tuned_tiles_go_to_a_file_and_back(tmp_path, monkeypatch) -> None:
     assert tiles.choose(shape, 1) != tile  # one that does not fit this card is passed over
 
 
-@pytest.mark.parametrize(("pairs", "rows"), [(8, 16), (128, 16), (2048, 32), (4096, 64), (8192, 128), (32768, 128)])
+@pytest.mark.parametrize(
+    ("pairs", "rows"),
+    [(8, 16), (128, 16), (2048, 32), (4096, 64), (8192, 128), (12288, 128), (16384, 160), (32768, 160)],
+)
 def test_blocks_grow_with_the_tokens_of_an_expert(pairs: int, rows: int) -> None:
-    assert tiles.block_rows(pairs, 128) == rows
+    assert tiles.block_rows(pairs, 128, "fp8") == rows
+    assert tiles.block_rows(pairs, 128) == min(128, rows)
     assert tiles.block_rows(pairs, 128, "pairs") == min(64, rows)
 
 

@@ -165,6 +165,27 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(kind, soft, few) -> None:
             assert torch.equal(a, b) or (DEVICE.type == "cpu" and torch.allclose(a, b, atol=1e-6)), name
 
 
+NAMES = ("argmax", "sample", "entropy", "logprob", "sample_logprob", "soft")
+
+
+@pytest.mark.parametrize("coldest", [0.4, None])
+@pytest.mark.parametrize(("dtype", "kind", "soft"), [(FP32, None, False), (BF16, "int8", True)])
+def test_rules_of_one_row_do_not_show_in_another(dtype, kind, soft, coldest) -> None:
+    """A row's bits are the same whether its neighbours have pins and banned tokens or nobody has."""
+    hidden, table, rules = make(rows=MANY, dtype=dtype, kind=kind, soft=soft)
+    ruled = with_rules(rules, 1312)
+    nobody = torch.full_like(ruled.pin, -1)
+    free = Rules(rules.temperature, rules.uniform, nobody, ruled.banned, nobody)
+    got, want = (vocab_triton.vocab_end(hidden, table, r, CAP, SCALE, coldest=coldest) for r in (ruled, free))
+    rows = torch.tensor([i for i in range(MANY) if i % 3 == 2 and i != 2], device=DEVICE)
+    for name in NAMES:
+        assert torch.equal(getattr(got, name)[rows], getattr(want, name)[rows]), name
+    assert not torch.equal(got.argmax, want.argmax)
+    if DEVICE.type == "cpu":  # on a card, rules that are not there at all are another kernel
+        none = vocab_triton.vocab_end(hidden, table, rules, CAP, SCALE, coldest=coldest)
+        assert all(torch.equal(getattr(none, name), getattr(want, name)) for name in NAMES)
+
+
 def test_many_rows_are_read_in_pieces(monkeypatch) -> None:
     hidden, table, rules = make(rows=7)
     whole = vocab_triton.vocab_end(hidden, table, with_rules(rules, 1312), CAP, SCALE)

@@ -8,20 +8,23 @@ experts anyway. So there is a number of users from which on the twin writes more
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import mean
 from typing import Any
 
 from diffusiongemma.bench.drive import random_tokens, same_prompt
 from diffusiongemma.bench.floor import encode_work
+from diffusiongemma.bench.look import Look, watched
 from diffusiongemma.bench.routing import experts_hit
 from diffusiongemma.bench.step import step_seconds
 from diffusiongemma.bench.subject import Subject
 from diffusiongemma.bench.timing import Outcome, note, slope
 from diffusiongemma.engine import Engine
+from diffusiongemma.engine.fast import FastRunner
 
 STEPS = (12, 16, 24, 48)  # a canvas
+LOOKED_AT = 8  # tokens of each user: enough that all draw together
 
 
 def measure_ar(
@@ -43,6 +46,8 @@ def measure_ar(
         )
         there = f"a step of diffusion {case['step_ms']:.3f} ms, a commit {case['commit_ms']:.3f}"
         rows.append((f"users {case['users']}", f"{figure}; {in_all}; {there}"))
+        if "trouble" in case:
+            rows.append(("  TROUBLE", case["trouble"]))
     ratios, crossings = {}, {}
     for steps in STEPS:
         curve = [(case["users"], advantage(case, steps, width)) for case in cases]
@@ -71,14 +76,26 @@ def _case(subject: Subject, users: int, prefix: int, tokens: int, width: int, re
         seconds = slope(lambda: run(few), lambda: run(few + tokens), tokens, repeat)
         step = step_seconds(engine, users, prefix, width, 16, repeat)
         commit = _commit_seconds(engine, users, prefix, width, step, repeat)
-        share = mean(experts_hit(subject.model, users, prefix, None))
+        seen = _look(engine, lambda: run(LOOKED_AT), users)
+        share = mean(experts_hit(subject.model, users, prefix, None) if seen is None else seen.shares)
     work = encode_work(subject.model, users, prefix, 1, share, head=users)
     floor = work.seconds(subject.card)
     note(f"users {users}: {1e3 * seconds:.3f} ms a token, {1e3 * step:.3f} ms a step")
-    return {
+    case: dict[str, Any] = {
         "users": users, "ms": 1e3 * seconds, "floor_ms": 1e3 * floor, "ratio": seconds / floor, "experts_hit": share,
         "step_ms": 1e3 * step, "commit_ms": 1e3 * commit, "floor": work.to_dict(subject.card),
     }  # fmt: skip
+    return case if seen is None or seen.trouble is None else case | {"trouble": seen.trouble}
+
+
+def _look(engine: Engine, run: Callable[[], object], users: int) -> Look | None:
+    """The last pass of all users together in this run; None: the plain runner has no such pass."""
+    runner = engine.scheduler.runner
+    if not isinstance(runner, FastRunner):
+        return None
+    with watched(runner.drawing) as found:
+        run()
+    return next((look for rows, look in reversed(found) if rows == users), None)
 
 
 def _commit_seconds(engine: Engine, users: int, prefix: int, width: int, step: float, repeat: int) -> float:

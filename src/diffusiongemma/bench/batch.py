@@ -61,7 +61,7 @@ def _case(subject: Subject, users: int, config: dict[str, Any]) -> dict[str, Any
         run(0)  # warms up
         seconds = statistics.median(run(1 + i).seconds for i in range(config["repeat"]))
         highest = peak(subject.device)
-        chunk = engine.scheduler.limits.chunk
+        chunk = engine.scheduler.chunk
     floor = request_seconds(subject.model, subject.card, users, prefix, wanted, steps, width, chunk)
     total = users * wanted
     return {

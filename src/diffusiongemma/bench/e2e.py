@@ -33,7 +33,7 @@ def measure_e2e(
             request = make_request(random_tokens(engine, prefix, seed=1 + i), wanted, seed=i, **options)
             ran.append(together(engine, [request]))
         prefill = statistics.median(reading_seconds(engine, prefix, 100 + i) for i in range(repeat))
-        chunk = engine.scheduler.limits.chunk
+        chunk = engine.scheduler.chunk
     seconds = statistics.median(run.seconds for run in ran[1:])
     floor = request_seconds(subject.model, subject.card, 1, prefix, wanted, steps, width, chunk)
     passes = ran[0].results[0].metrics.steps

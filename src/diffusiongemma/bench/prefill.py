@@ -16,7 +16,7 @@ LENGTHS = (512, 2048, 8192, 32_768)
 def measure_prefill(subject: Subject, lengths: tuple[int, ...] = LENGTHS, repeat: int = 3) -> Outcome:
     cases: list[dict[str, Any]] = []
     with subject.engine(1, max(lengths) + 1) as engine:
-        chunk = engine.scheduler.limits.chunk
+        chunk = engine.scheduler.chunk
         config: dict[str, Any] = {"prefix": list(lengths), "chunk": chunk, "repeat": repeat}
         title, rows = subject.heading("reading a prompt", **config)
         reading_seconds(engine, min(lengths), 0)  # warms up

@@ -11,16 +11,31 @@ from diffusiongemma.bench.drive import make_request, random_tokens
 from diffusiongemma.bench.timing import synchronise
 from diffusiongemma.engine import Draft, Engine
 from diffusiongemma.engine.fast import FastRunner
+from diffusiongemma.engine.lane import Lane
+from diffusiongemma.errors import DiffusionGemmaError
 
 FILL = 2  # steps that every canvas takes before, so that the next one is conditioned on something
 MANY = 10_000  # steps of a canvas that is not meant to end
+TRIES = 5  # a canvas may be given up before the others are
 
 
-def recorded_step(engine: Engine, users: int, prefix: int, width: int) -> Callable[[], object] | None:
-    """What takes one step of `users` canvases, sampler and stop decision included; None: there is no such thing."""
+def filled_lane(engine: Engine, users: int, prefix: int, width: int) -> Lane | None:
+    """A lane with `users` canvases that have taken a few steps, and nobody else uses; None: there is no such thing.
+
+    `lane.recorded(lane.kind())` takes one step of them, sampler and stop decision included.
+    """
     runner = engine.scheduler.runner
     if not isinstance(runner, FastRunner):
         return None
+    for _ in range(TRIES):
+        _fill(engine, users, prefix, width)
+        lane = runner.lane(width)
+        if lane.kind().rows == users:
+            return lane
+    raise DiffusionGemmaError(f"{users} canvases never took a step together")
+
+
+def _fill(engine: Engine, users: int, prefix: int, width: int) -> None:
     prompt = random_tokens(engine, prefix)
     requests = [make_request(prompt, width, seed=i, steps=MANY, canvas=width, keep=prefix) for i in range(users)]
     handles = [engine.submit(replace(request, drafts=True)) for request in requests]
@@ -34,8 +49,6 @@ def recorded_step(engine: Engine, users: int, prefix: int, width: int) -> Callab
         for _ in stream:
             pass
     synchronise(engine.model.device)
-    lane = runner.lane(width)
-    return lane.recorded(lane.kind())
 
 
 def replay_seconds(engine: Engine, replay: Callable[[], object], count: int, repeat: int) -> float:

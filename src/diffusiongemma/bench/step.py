@@ -8,6 +8,7 @@ recorded graph, that graph alone is timed beside it, and its kernels are what th
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from statistics import mean
 from typing import Any
 
@@ -16,16 +17,19 @@ from diffusiongemma.bench.drive import random_tokens, same_prompt
 from diffusiongemma.bench.floor import PARTS, Work, step_work
 from diffusiongemma.bench.hardware import Card
 from diffusiongemma.bench.kernels import profiled, summarise
-from diffusiongemma.bench.replay import recorded_step, replay_seconds
+from diffusiongemma.bench.look import look
+from diffusiongemma.bench.replay import filled_lane, replay_seconds
 from diffusiongemma.bench.routing import experts_hit
 from diffusiongemma.bench.subject import Subject
 from diffusiongemma.bench.timing import Outcome, Rows, note, slope
 from diffusiongemma.engine import Engine
+from diffusiongemma.errors import DiffusionGemmaError
 
 # The stop rule is asked after every step and never satisfied.
 ASKED = {"early_stop": True, "stability": 1, "confidence": 1e-9}
 LOOKED_AT = 4  # steps that are taken apart
 BELIEVED = 0.9  # of a floor: what is in the card's cache already need not be read
+IMPOSSIBLE = 0.5  # of a floor: no such figure is told at all
 
 
 def measure_step(
@@ -58,7 +62,11 @@ def step_seconds(engine: Engine, users: int, prefix: int, width: int, steps: int
     prompt = random_tokens(engine, prefix)
 
     def run(count: int) -> float:
-        return same_prompt(engine, prompt, users, width, steps=count, canvas=width, keep=prefix, **ASKED).seconds
+        ran = same_prompt(engine, prompt, users, width, steps=count, canvas=width, keep=prefix, **ASKED)
+        taken = min(result.metrics.steps for result in ran.results)
+        if taken < count:
+            raise DiffusionGemmaError(f"a canvas was done after {taken} of {count} steps: this is no figure of a step")
+        return ran.seconds
 
     same_prompt(engine, prompt, 1, width, steps=1, canvas=width, keep=prefix)  # encodes the prompt, for all that follow
     few = max(1, steps // 4)
@@ -72,9 +80,14 @@ def _case(
     with subject.engine(users, prefix + width) as engine:
         seconds = step_seconds(engine, users, prefix, width, steps, repeat)
         note(f"a step over {prefix} tokens: {1e3 * seconds:.3f} ms")
-        shares = experts_hit(subject.model, users, prefix, width)
+        lane = filled_lane(engine, users, prefix, width)
+        seen = None if lane is None else look(lane.network, partial(lane.step, lane.kind()))
+        shares = experts_hit(subject.model, users, prefix, width) if seen is None else seen.shares
         work = step_work(subject.model, users, prefix, width, mean(shares))
         floor = work.seconds(subject.card)
+        if seconds < IMPOSSIBLE * floor:
+            told = f"{1e3 * seconds:.3f} ms a step, and its floor is {1e3 * floor:.3f}"
+            raise DiffusionGemmaError(f"{told}: the canvases do not take the steps that they are asked to")
         case: dict[str, Any] = {
             "prefix": prefix,
             "ms": 1e3 * seconds,
@@ -83,17 +96,19 @@ def _case(
         }
         case |= {"floor": work.to_dict(subject.card), "experts_hit": shares}
         case["runner"] = type(engine.scheduler.runner).__name__
-        replay = recorded_step(engine, users, prefix, width)
+        replay = None if lane is None else lane.recorded(lane.kind())
         if replay is not None:
             case["replay_ms"] = 1e3 * replay_seconds(engine, replay, steps, repeat)
             note(f"the recorded step alone: {case['replay_ms']:.3f} ms")
+        trouble = [None if seen is None else seen.trouble]
         if breakdown:
             try:
                 case |= _parts(subject, engine, replay, users, prefix, width)
             except Exception as error:  # a figure is not lost because its explanation failed
-                case["trouble"] = f"not taken apart: {type(error).__name__}: {error}"
-        if impossible := too_fast(case, work, subject.card):
-            case["trouble"] = impossible
+                trouble.append(f"not taken apart: {type(error).__name__}: {error}")
+        trouble.append(too_fast(case, work, subject.card))
+        if any(trouble):
+            case["trouble"] = "; ".join(text for text in trouble if text)
     return case, work
 
 
@@ -140,7 +155,7 @@ def _case_rows(case: dict[str, Any], work: Work, subject: Subject) -> Rows:
             (f"  {part}", f"{taken:.3f} ms, floor {floor:.3f}" + (f", ratio {taken / floor:.2f}" if floor else ""))
         )
     if "trouble" in case:
-        rows.append(("  parts", case["trouble"]))
+        rows.append(("  TROUBLE", case["trouble"]))
     if "idle_ms" in case:
         rows.append(("  between kernels", f"{case['idle_ms']:.3f} ms"))
     for kernel in case.get("kernels", ()):

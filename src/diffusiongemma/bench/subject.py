@@ -94,13 +94,14 @@ class Subject:
         return "+".join(dict.fromkeys(names)) or str(self.model.dtype).removeprefix("torch.")
 
     @contextmanager
-    def engine(self, users: int, length: int, spare: int = 2) -> Iterator[Engine]:
+    def engine(self, users: int, length: int, spare: int = 2, chunk: int | None = None) -> Iterator[Engine]:
         """An engine for so many rows of so many tokens, and room for kept prompts as large as `spare` more."""
         config = self.model.config
         if length > config.max_position_embeddings:
             raise ConfigError(f"{length} tokens are more than the model's {config.max_position_embeddings} positions")
         room = (users + spare) * CacheRow.bytes_for(config, length, self.model.dtype)
-        made = Engine(self.model, self.tokenizer, name=self.name, limits=Limits(max_rows=users, max_bytes=room))
+        limits = Limits(max_rows=users, max_bytes=room, chunk=chunk)
+        made = Engine(self.model, self.tokenizer, name=self.name, limits=limits)
         try:
             yield made
         finally:
@@ -132,9 +133,13 @@ def peak(device: torch.device) -> int:
     """Bytes at most since `reset_peak`; beside what torch reserved, what CUDA itself holds. A CPU: of the process."""
     if device.type != "cuda":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return torch.cuda.max_memory_reserved(device) + beside(device)
+
+
+def beside(device: torch.device) -> int:
+    """Bytes of a GPU that torch does not know of: context, libraries, other processes."""
     left, total = torch.cuda.mem_get_info(device)
-    beside = total - left - torch.cuda.memory_reserved(device)  # context, libraries, other processes
-    return torch.cuda.max_memory_reserved(device) + max(0, beside)
+    return max(0, total - left - torch.cuda.memory_reserved(device))
 
 
 def free(device: torch.device) -> None:

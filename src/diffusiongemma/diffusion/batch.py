@@ -22,6 +22,10 @@ from diffusiongemma.diffusion.denoiser import Denoiser
 from diffusiongemma.ops.vocab import Reading, Rules, ban
 
 NEVER = 1 << 30  # a stability that no canvas reaches: it does not stop early
+# Entropies are summed as whole numbers of this part of a nat: such a sum is the same in any order, and the order that
+# torch sums in depends on how many rows there are.
+FINE = 2.0**36
+LOST = 1e3  # nats that stand for NaN: such a canvas is never confident
 SETS = 2  # of banned tokens a row: before a position, and from it on
 
 
@@ -130,14 +134,13 @@ class Board:
 
     # ---- the device's side -------------------------------------------------------------------------------------------
 
-    def rules(self, rows: int, uniform: Tensor, ruled: bool) -> Rules:
-        """uniform [B L] -> what the vocabulary end obeys. Not `ruled`: no row has a pin or a banned token."""
+    def rules(self, rows: int, uniform: Tensor) -> Rules:
+        """uniform [B L] -> what the vocabulary end obeys; pins and sets are there even where no row has any, for the
+        bits of a row must not depend on what others ask for"""
         _, _, _, steps, _, _ = self.counts[:, :rows]
         remaining = (steps - self.step(rows)).float() / steps
         t_min, t_max = self.reals[0, :rows], self.reals[1, :rows]
         temperature = self._each(t_min + (t_max - t_min) * remaining)
-        if not ruled:
-            return Rules(temperature, uniform)
         return Rules(temperature, uniform, self.pin[:rows].flatten(), self.banned, self.banned_set[:rows].flatten())
 
     def draws(self, rows: int, vocab: int, source: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -158,8 +161,10 @@ class Board:
         _, _, bound, threshold, confidence = self.reals[:, :rows]
         _, _, _, steps, stability, forget = self.counts[:, :rows]
         free = self.pin[:rows] < 0
-        accepted = _accept(entropy, logprob, bound, threshold, free)
-        mean = torch.where(free, entropy, 0.0).sum(dim=1) / free.sum(dim=1).clamp_min(1)
+        whole = (entropy.nan_to_num(nan=LOST, posinf=LOST) * FINE).long()
+        accepted = _accept(entropy, whole, logprob, bound, threshold, free)
+        total = torch.where(free, whole, 0).sum(dim=1).double() / FINE
+        mean = (total / free.sum(dim=1).clamp_min(1)).float()
         same = (argmax == self.previous[:rows]).all(dim=1)
         run = torch.where(same, self.run(rows) + 1, 0)
         stopped = (mean < confidence) & (run >= stability)
@@ -179,11 +184,13 @@ class Board:
             self.soft[:rows].copy_(torch.where(forgets[:, None, None], torch.zeros_like(soft[:1]), soft))
 
 
-def _accept(entropy: Tensor, logprob: Tensor, bound: Tensor, threshold: Tensor, free: Tensor) -> Tensor:
-    """entropy, logprob, free [B, L]; bound, threshold [B] -> [B, L] bool, as `EntropyBound` or `ConfidenceThreshold`"""
-    ordered, order = entropy.sort(dim=1)
-    before = ordered.cumsum(dim=1) - ordered
-    bounded = torch.zeros_like(free).scatter(1, order, before <= bound[:, None])
+def _accept(entropy: Tensor, whole: Tensor, logprob: Tensor, bound: Tensor, threshold: Tensor, free: Tensor) -> Tensor:
+    """entropy, the same as whole numbers, logprob, free [B, L]; bound, threshold [B] -> [B, L] bool, as `EntropyBound`
+    or `ConfidenceThreshold`"""
+    order = entropy.argsort(dim=1, stable=True)  # of two that are equal the first, however many rows there are
+    ordered = whole.gather(1, order)
+    before = (ordered.cumsum(dim=1) - ordered).double()
+    bounded = torch.zeros_like(free).scatter(1, order, before <= bound[:, None].double() * FINE)
     sure = logprob.exp()
     confident = (sure >= threshold[:, None]) | (sure == sure.amax(dim=1, keepdim=True))
     accepted = torch.where(threshold[:, None] < 0, bounded, confident)
@@ -225,10 +232,6 @@ def unfit(denoiser: Denoiser) -> str | None:
         return f"the constraint {type(others[0]).__name__}"
     borders = {c.until for c in denoiser.constraints if isinstance(c, Forbidden) and c.until is not None}
     return "tokens forbidden up to several positions" if len(borders) > 1 else None
-
-
-def ruled(denoiser: Denoiser) -> bool:
-    return bool(denoiser.constraints)
 
 
 def _constraints(denoiser: Denoiser, length: int) -> tuple[Tensor, Tensor, list[list[int]]]:

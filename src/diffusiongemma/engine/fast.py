@@ -16,21 +16,22 @@ from diffusiongemma.diffusion import SeededDraws
 from diffusiongemma.diffusion.batch import unfit
 from diffusiongemma.engine.draw import DrawLane, drawable
 from diffusiongemma.engine.graphs import Recorder
-from diffusiongemma.engine.lane import Lane
+from diffusiongemma.engine.lane import Lane, is_warm
 from diffusiongemma.engine.params import WIDTHS
-from diffusiongemma.engine.runner import Runner
+from diffusiongemma.engine.runner import Runner, default_chunk
 from diffusiongemma.engine.scheduler import Limits
 from diffusiongemma.engine.sequence import Sequence
 from diffusiongemma.engine.slate import Slate
 from diffusiongemma.errors import DeviceError
 from diffusiongemma.model import CacheRow, DiffusionGemma
 from diffusiongemma.model.backend import Ops, triton_ops
-from diffusiongemma.model.fused import FusedNetwork
+from diffusiongemma.model.fused import FusedNetwork, Overlap
 from diffusiongemma.model.pool import CachePool
 from diffusiongemma.model.support import prepare, unsupported
 
 log = logging.getLogger(__name__)
-MOST_LANES = 8  # widths whose boards are kept
+MOST_LANES = 8  # whose boards are kept
+Place = tuple[int, bool]  # a lane: the width of its canvases, and whether they are warm (`Lane`)
 
 
 class FastRunner(Runner):
@@ -42,7 +43,7 @@ class FastRunner(Runner):
         *,
         graphs: bool = True,
         ahead: bool = True,
-        overlap: bool = False,
+        overlap: Seq[Overlap] = (),
     ) -> None:
         """`ahead`: launch a step before the one before it has been read. `overlap`: see `FusedNetwork`."""
         super().__init__(model)
@@ -50,29 +51,28 @@ class FastRunner(Runner):
             log.warning("without a kernel: %s", left)
         limits = limits or Limits()
         self.max_rows, self.ahead = limits.max_rows, ahead
+        self.chunk = limits.chunk or default_chunk(self.device, limits.max_bytes)
         self.pool = CachePool(model.config, limits.max_bytes, self.dtype, self.device)
         self.network = FusedNetwork(model, self.pool, ops, overlap)
         self.recorder = Recorder(self.device, graphs)
-        self.slate = Slate(self.network, self.recorder, limits.max_rows, limits.chunk + limits.max_rows)
+        self.slate = Slate(self.network, self.recorder, limits.max_rows, self.chunk + limits.max_rows)
         self.drawing = DrawLane(self.network, self.recorder, limits.max_rows)
-        self._eager = Recorder(self.device, graphs=False)
-        self._graphed = {*WIDTHS, model.config.canvas_length}
-        self._lanes: dict[int, Lane] = {}  # by width; the last used comes last
+        self._usual = {*WIDTHS, model.config.canvas_length}
+        self._lanes: dict[Place, Lane] = {}  # the last used comes last
 
     def new_row(self, max_length: int) -> CacheRow:
         return self.pool.new_row(max_length)
 
-    def lane(self, width: int) -> Lane:
-        if width not in self._lanes:
-            # A width that may never come again is not worth a graph.
-            recorder = self.recorder if width in self._graphed else self._eager
-            self._lanes[width] = Lane(self.network, recorder, self.max_rows, width)
-        self._lanes[width] = self._lanes.pop(width)
-        idle = [w for w, lane in self._lanes.items() if w not in self._graphed and not lane.flights]
+    def lane(self, width: int, warm: bool = True) -> Lane:
+        place = (width, warm)
+        if place not in self._lanes:
+            self._lanes[place] = Lane(self.network, self.recorder, self.max_rows, width, warm, width in self._usual)
+        self._lanes[place] = self._lanes.pop(place)
+        idle = [at for at, lane in self._lanes.items() if at[0] not in self._usual and not lane.flights]
         for old in idle[: max(0, len(self._lanes) - MOST_LANES)]:
-            if old != width:
+            if old != place:
                 del self._lanes[old]
-        return self._lanes[width]
+        return self._lanes[place]
 
     def _encode(self, tokens: Tensor, rows: list[CacheRow], counts: list[int]) -> Tensor:
         return self.slate.encode(tokens, rows, counts)
@@ -87,19 +87,19 @@ class FastRunner(Runner):
 
     @torch.inference_mode()
     def denoise(self, sequences: Seq[Sequence]) -> None:
-        plain, seated = list[Sequence](), dict[int, list[Sequence]]()
+        plain, seated = list[Sequence](), dict[Place, list[Sequence]]()
         for sequence in sequences:
-            if (width := self._width(sequence)) is None:
+            if (place := self._place(sequence)) is None:
                 plain.append(sequence)
             else:
-                seated.setdefault(width, []).append(sequence)
-        for width in {**dict.fromkeys(self._flying()), **seated}:
-            self._step(self.lane(width), seated.get(width, []))
+                seated.setdefault(place, []).append(sequence)
+        for place in {**dict.fromkeys(self._flying()), **seated}:
+            self._step(self.lane(*place), seated.get(place, []))
         if plain:
             super().denoise(plain)
 
-    def _flying(self) -> list[int]:
-        return [width for width, lane in self._lanes.items() if lane.flights]
+    def _flying(self) -> list[Place]:
+        return [place for place, lane in self._lanes.items() if lane.flights]
 
     def _step(self, lane: Lane | DrawLane, sequences: list[Sequence]) -> None:
         """One step of these; the next may be under way when this returns.
@@ -118,14 +118,14 @@ class FastRunner(Runner):
             lane.launch()
         lane.land()
 
-    def _width(self, sequence: Sequence) -> int | None:
+    def _place(self, sequence: Sequence) -> Place | None:
         """The lane that this canvas goes in; None: the plain way."""
         denoiser, canvas = sequence.denoiser, sequence.canvas
         if sequence.phase != "denoise" or sequence.params.logprobs is not None or denoiser is None or canvas is None:
             return None
         if not isinstance(sequence.draws, SeededDraws) or unfit(denoiser) is not None:
             return None
-        return len(canvas)
+        return len(canvas), is_warm(denoiser)
 
 
 def choose_runner(model: DiffusionGemma, limits: Limits, kernels: bool | None = None) -> Runner:

@@ -2,6 +2,10 @@
 
 On a CUDA device a recorded function is a CUDA graph; elsewhere it is the function itself, so that all around it is
 tested without a card. Graphs share one pool of memory: they run one after another and keep nothing between replays.
+
+What a recording needs beside the graph is kept small, because a card may have little left: all runs before it take
+their memory from that same pool, on the one stream that is recorded, so the graph finds it there. (Memory that torch
+keeps for one stream serves no other, and every stream gets a workspace of its own for the vendor's products.)
 """
 
 from __future__ import annotations
@@ -9,7 +13,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,28 +32,54 @@ class Recorder:
         self.device = device
         self.graphs = graphs and device.type == "cuda"
         self.recorded = 0
-        self._pool: Any = torch.cuda.graph_pool_handle() if self.graphs else None
+        self._pool = _memory(device) if self.graphs else None
+        self._stream = _stream(device) if self.graphs else None
 
     def record(self, name: str, work: Work, changed: Iterable[Tensor] = ()) -> Work:
         """`work` reads and writes fixed tensors; recording runs it, and leaves those in `changed` as they were."""
         if not self.graphs:
             return work
         began, changed = time.perf_counter(), list(changed)
-        with _kept(changed), kernels.compiling():
+        torch.cuda.empty_cache()  # what was left by others would lie beside the pool
+        graph = torch.cuda.CUDAGraph()
+        with _kept(changed), self._rehearsing(), kernels.compiling():
             work()  # compiles all kernels at once; what it computes is rubbish
         with _kept(changed):
-            side = torch.cuda.Stream(self.device)  # the default stream cannot be recorded
-            side.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(side):
+            with self._rehearsing():
                 work()  # libraries set themselves up before anything is recorded
-            torch.cuda.current_stream(self.device).wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            # Other threads of the program may use the card meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with self._recording(graph):
                 work()
         self.recorded += 1
         log.info("recorded %s in %.2f s", name, time.perf_counter() - began)
         return graph.replay
+
+    def _recording(self, graph: torch.cuda.CUDAGraph) -> AbstractContextManager[None]:
+        assert self._pool is not None
+        pool: Any = self._pool.id
+        # Other threads of the program may use the card meanwhile.
+        return torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local")
+
+    @contextmanager
+    def _rehearsing(self) -> Iterator[None]:
+        """Inside, work runs where it will be recorded: on that stream, in that memory."""
+        assert self._pool is not None
+        assert self._stream is not None
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool, self.device):
+            yield
+        current.wait_stream(self._stream)
+
+
+def _memory(device: torch.device) -> torch.cuda.MemPool:
+    with torch.cuda.device(device):
+        return torch.cuda.MemPool()
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """The one that is recorded, of all engines: the default stream cannot be."""
+    return torch.cuda.Stream(device)
 
 
 @contextmanager

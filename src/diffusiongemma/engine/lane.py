@@ -14,30 +14,29 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from diffusiongemma.diffusion import Canvas
-from diffusiongemma.diffusion.batch import Board, Outcome, ruled
+from diffusiongemma.diffusion import Canvas, Denoiser
+from diffusiongemma.diffusion.batch import Board, Outcome
 from diffusiongemma.engine.graphs import Mailbox, Recorder, Work
 from diffusiongemma.engine.sequence import Sequence
 from diffusiongemma.model.fused import Batch, FusedNetwork
 from diffusiongemma.model.pool import PoolRow
 from diffusiongemma.ops.attention_cached import New
 
-WARM = 0.4  # where no canvas gets colder than that, the vocabulary end has less to do
+WARM = 0.4  # a canvas that gets no colder than that leaves the vocabulary end less to do
+FEW_ROWS = 8  # steps of so many canvases are recorded at once
+SELDOM, STRANGE = 4, 32  # of more canvases, and of widths that may never come again, only after so many
 HOPE = 4.0  # a canvas whose mean entropy is this many times what would end it is not expected to end with the next step
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a step is recorded for."""
+    """What a step is recorded for. Nothing of it may show in a canvas: its bits do not depend on its neighbours."""
 
     rows: int
     reach: int  # `CachePool.reach_for` the longest cache row
-    obeying: bool = False  # some canvas has pins or banned tokens
-    warm: bool = True  # none gets colder than WARM
 
     def __str__(self) -> str:
-        rules = " with pins or banned tokens" if self.obeying else ""
-        return f"a step of {self.rows} over {self.reach} tokens{rules}{'' if self.warm else ', cold'}"
+        return f"a step of {self.rows} over {self.reach} tokens"
 
 
 @dataclass(frozen=True)
@@ -49,9 +48,19 @@ class Flight:
 
 
 class Lane:
-    def __init__(self, network: FusedNetwork, recorder: Recorder, rows: int, width: int) -> None:
+    def __init__(
+        self,
+        network: FusedNetwork,
+        recorder: Recorder,
+        rows: int,
+        width: int,
+        warm: bool = True,
+        usual: bool = True,
+    ) -> None:
+        """`warm`: for canvases that are `is_warm`; others round differently, and have a lane of their own.
+        `usual`: canvases of this width are sure to come again."""
         config, device = network.config, network.device
-        self.network, self.recorder, self.width = network, recorder, width
+        self.network, self.recorder, self.width, self.warm, self.usual = network, recorder, width, warm, usual
         self.board = Board.empty(rows, width, config.hidden_size, config.vocab_size, network.dtype, device)
         self.offsets = torch.zeros(config.num_hidden_layers, rows, dtype=torch.int32, device=device)
         self.length = torch.zeros(rows, dtype=torch.int32, device=device)
@@ -59,6 +68,7 @@ class Lane:
         self._begin = torch.arange(0, rows * width + 1, width, dtype=torch.int32, device=device)
         self._mailbox = Mailbox(self.board.out)
         self._steps: dict[Kind, Work] = {}
+        self._taken: dict[Kind, int] = {}  # steps that were not worth recording yet
         self._seats: list[tuple[Sequence, Canvas]] = []  # who has which row of the board, and at which canvas
         self._rows: list[tuple[int, int, int]] = []  # where the cache row of each lies, as the device knows it
         self._moves = -1
@@ -115,26 +125,29 @@ class Lane:
     def launch(self) -> None:
         """One step of all that are seated."""
         kind = self.kind()
-        self.recorded(kind)()
+        self._work(kind)()
         self.flights.append(Flight(list(self._seats), self._mailbox.send(self.board.out[: kind.rows])))
 
     def kind(self) -> Kind:
         """The step that those who are seated need."""
-        denoisers = [s.denoiser for s, _ in self._seats if s.denoiser is not None]
         longest = max(length for _, _, length in self._rows)
-        return Kind(
-            len(self._seats),
-            self.network.pool.reach_for(longest),
-            any(ruled(denoiser) for denoiser in denoisers),
-            all(denoiser.schedule.t_min >= WARM for denoiser in denoisers),
-        )
+        return Kind(len(self._seats), self.network.pool.reach_for(longest))
+
+    def _work(self, kind: Kind) -> Work:
+        """A step of this kind: the function itself, until it has been asked for often enough."""
+        taken = self._taken.get(kind, 0)
+        if kind in self._steps or taken >= (STRANGE if not self.usual else SELDOM if kind.rows > FEW_ROWS else 0):
+            return self.recorded(kind)
+        self._taken[kind] = taken + 1
+        return partial(self.step, kind)
 
     def recorded(self, kind: Kind) -> Work:
         """The step of this kind, ready to be replayed."""
         if kind not in self._steps:
             board = self.board
             changed = (board.tokens, board.soft, board.previous, board.counts, board.out)
-            self._steps[kind] = self.recorder.record(f"{kind}", partial(self.step, kind), changed)
+            name = f"{kind}{'' if self.warm else ', cold'}"
+            self._steps[kind] = self.recorder.record(name, partial(self.step, kind), changed)
         return self._steps[kind]
 
     @torch.inference_mode()
@@ -147,9 +160,9 @@ class Lane:
         batch = Batch(self.offsets[:, :rows], length, positions, new, kind.reach)
         hidden = network.denoise(board.tokens[:rows].flatten(), board.soft[:rows].flatten(0, 1), batch)
         uniform, noise = board.draws(rows, config.vocab_size, network.ops.draws)
-        rules = board.rules(rows, uniform, kind.obeying)
+        rules = board.rules(rows, uniform)
         ends = (config.final_logit_softcapping, network.embed_scale)
-        reading = network.ops.vocab_end(hidden, network.table, rules, *ends, coldest=WARM if kind.warm else None)
+        reading = network.ops.vocab_end(hidden, network.table, rules, *ends, coldest=WARM if self.warm else None)
         board.decide(rows, reading, noise)
 
     def land(self) -> None:
@@ -197,6 +210,10 @@ class Lane:
     def certain_to_go_on(self) -> bool:
         """Is no canvas expected to be done with the step that is under way?"""
         return all(_goes_on(sequence, canvas) for sequence, canvas in self._seats)
+
+
+def is_warm(denoiser: Denoiser) -> bool:
+    return denoiser.schedule.t_min >= WARM
 
 
 def _goes_on(sequence: Sequence, canvas: Canvas) -> bool:

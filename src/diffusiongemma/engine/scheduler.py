@@ -22,11 +22,14 @@ from diffusiongemma.model import CacheRow
 class Limits:
     max_rows: int = 16  # sequences that run at once
     max_bytes: int = 2 << 30  # of K/V cache, running rows and kept prefixes together
-    chunk: int = 512  # tokens that one tick encodes, so that prompts do not stall canvases
+    # Tokens that one tick encodes, so that prompts do not stall canvases; None: as the device likes it, `Runner.chunk`.
+    chunk: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_rows", "max_bytes", "chunk"):
             value = getattr(self, name)
+            if value is None and name == "chunk":
+                continue
             if type(value) is not int or value < 1:
                 raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
 
@@ -50,6 +53,11 @@ class Scheduler:
                 f"budget is {self.limits.max_bytes / 2**20:.1f} MiB: shorten it, or give the engine a larger max_bytes"
             )
         self.waiting.append(sequence)
+
+    @property
+    def chunk(self) -> int:
+        """Tokens that one tick encodes at most, those of the autoregressive twin aside."""
+        return self.limits.chunk or self.runner.chunk
 
     @property
     def busy(self) -> bool:
@@ -135,9 +143,9 @@ class Scheduler:
         Where a prompt is cut does not depend on who else is here: another cut could round differently.
         """
         work = [(s, s.chunk(1)) for s in self.running if s.phase == "draw"]
-        budget = self.limits.chunk
+        budget = self.chunk
         for sequence in self.running:
-            if sequence.phase == "encode" and len(tokens := sequence.chunk(self.limits.chunk)) <= budget:
+            if sequence.phase == "encode" and len(tokens := sequence.chunk(self.chunk)) <= budget:
                 work.append((sequence, tokens))
                 budget -= len(tokens)
         return work

@@ -43,8 +43,7 @@ class Ops:
     rope_at: Callable[..., tuple[Tensor, Tensor]]
     split_heads: Callable[..., tuple[Tensor, Tensor, Tensor]]
     route: Callable[..., tuple[Tensor, Tensor]]
-    attend: Callable[..., Tensor]
-    store: Callable[..., None]
+    attend: Callable[..., Rows]  # `attend_rows`: rounded for the next product, and kept in the cache where asked
     linear: Callable[[Rows, Weight], Tensor]  # x [N, K], weight of [O, K] -> [N, O]
     geglu: Callable[[Rows, Weight], Rows]  # x [N, K], weight of [2 O, K] -> [N, O], in fp8 where x is
     experts: Callable[[Rows, Tensor, Tensor, Weight, Weight], Tensor]  # x, index, weight [N, k], up, down -> [N, D]
@@ -52,11 +51,14 @@ class Ops:
     draws: Callable[..., tuple[Tensor, Tensor]]
     few: int = 0  # up to so many rows, products take them as they are
 
+    def quant_for(self, rows: int, weight: Weight) -> torch.dtype | None:
+        """What so many rows are rounded to for a product with this weight"""
+        return FP8 if wants_fp8(weight) and rows > self.few else None
+
     def rows_for(self, x: Rows, weight: Weight) -> Rows:
         """x as this weight wants it."""
-        if not wants_fp8(weight) or x.values.dtype == FP8 or len(x.values) <= self.few:
-            return x
-        return Rows(*self.quantize_rows(x.values, FP8))
+        quant = self.quant_for(len(x.values), weight)
+        return x if quant is None or x.values.dtype == quant else Rows(*self.quantize_rows(x.values, quant))
 
 
 # ---- torch -------------------------------------------------------------------------------------------------------
@@ -72,8 +74,7 @@ def torch_ops() -> Ops:
         fused.rope_at,
         fused.split_heads,
         fused.route,
-        attention_cached.attend,
-        attention_cached.store,
+        attention_cached.attend_rows,
         _torch_linear,
         _torch_geglu,
         _torch_experts,
@@ -192,8 +193,7 @@ def triton_ops(exact: bool = False, few: bool = True) -> Ops:
         heads_triton.rope_at,
         heads_triton.split_heads,
         route,
-        attention_triton.attend,
-        attention_triton.store,
+        attention_triton.attend_rows,
         linear,
         geglu,
         experts,

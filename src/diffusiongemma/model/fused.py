@@ -8,14 +8,15 @@ Legend: B rows, N packed tokens of all rows, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from diffusiongemma.config import FULL, SLIDING, LayerType
+from diffusiongemma.errors import InputError
 from diffusiongemma.model.backend import Ops, Weight, wants_fp8
 from diffusiongemma.model.layers import MLP, Experts, Layer
 from diffusiongemma.model.network import DiffusionGemma, Embedding
@@ -27,6 +28,8 @@ from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.quantized import QuantEmbedding, QuantExperts, QuantLinear
 from diffusiongemma.ops.rope import Rope
 from diffusiongemma.ops.vocab import Table
+
+Overlap = Literal["draw", "encode", "denoise"]
 
 
 @dataclass(frozen=True)
@@ -92,8 +95,9 @@ class FusedLayer:
 
 
 class FusedNetwork:
-    def __init__(self, model: DiffusionGemma, pool: CachePool, ops: Ops, overlap: bool = False) -> None:
-        """`overlap`: the dense MLP runs on a stream of its own, beside router and experts."""
+    def __init__(self, model: DiffusionGemma, pool: CachePool, ops: Ops, overlap: Sequence[Overlap] = ()) -> None:
+        """`overlap`: in which passes the dense MLP runs on a stream of its own, beside router and experts: where a row
+        has one new token ("draw"), in other encoding ("encode"), over canvases ("denoise")."""
         self.model, self.pool, self.ops, self.config = model, pool, ops, model.config
         self.eps, self.dtype, self.device = model.config.rms_norm_eps, model.dtype, model.device
         modules: list[Any] = list(model.layers)
@@ -108,7 +112,9 @@ class FusedNetwork:
                 config.global_head_dim, config.global_rope_theta, config.global_partial_rotary_factor, self.device
             ),
         }
-        self.overlap = overlap and self.device.type == "cuda"
+        if unknown := sorted(set(overlap) - set(get_args(Overlap))):
+            raise InputError(f"no pass is called {', '.join(unknown)}: {', '.join(get_args(Overlap))} are")
+        self.overlap = tuple(overlap)
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     # ---- the two modes -------------------------------------------------------------------------------------------
@@ -133,11 +139,13 @@ class FusedNetwork:
     def _run(self, mode: Literal["encode", "denoise"], x: Tensor, batch: Batch) -> Tensor:
         """x [N, D] -> [N, D]: all layers and the last norm"""
         rope = {kind: self.ops.rope_at(batch.positions, f, self.dtype) for kind, f in self._frequency.items()}
+        kind: Overlap = "draw" if mode == "encode" and batch.new.most == 1 else mode
+        beside = kind in self.overlap and self._side is not None
         first = self.layers[0]
         h = self.ops.norm_rows(x, first.module.input_layernorm.weight, self.eps, _quant(first.qkv))
         for at, layer in enumerate(self.layers):
             branch = self._attend(mode, layer, at, h, rope[layer.kind], batch)
-            x, h = self._feed_forward(mode, layer, at, x, branch)
+            x, h = self._feed_forward(mode, layer, at, x, branch, beside)
         return h.values
 
     def _attend(
@@ -151,13 +159,12 @@ class FusedNetwork:
         prefix = self.pool.prefix(at, batch.offsets[at], batch.length, batch.reach)
         causal = mode == "encode"
         window = layer.window if causal else layer.canvas_window
-        mixed = self.ops.attend(q, k, v, prefix, batch.new, causal, window)
-        if causal:
-            self.ops.store(k, v, prefix, batch.new)
-        return self.ops.linear(self.ops.rows_for(Rows(mixed.flatten(1)), layer.o), layer.o)
+        quant = self.ops.quant_for(len(q), layer.o)
+        mixed = self.ops.attend(q, k, v, prefix, batch.new, causal, window, quant, keep=causal)
+        return self.ops.linear(mixed, layer.o)
 
     def _feed_forward(
-        self, mode: Literal["encode", "denoise"], layer: FusedLayer, at: int, x: Tensor, branch: Tensor
+        self, mode: Literal["encode", "denoise"], layer: FusedLayer, at: int, x: Tensor, branch: Tensor, beside: bool
     ) -> tuple[Tensor, Rows]:
         """x, attention's contribution [N, D] -> the layer's output, and its norm for what follows"""
         m, ops = layer.module, self.ops
@@ -165,7 +172,7 @@ class FusedNetwork:
         quant = layer.mlp.quant() if layer.mlp.quant() == _quant(layer.up) else None
         norms = (m.post_attention_layernorm, m.pre_feedforward_layernorm, m.pre_feedforward_layernorm_2)
         x, to_dense, to_sparse = ops.after_attention(x, branch, *(n.weight for n in norms), self.eps, quant)
-        join = self._beside(lambda: layer.mlp(ops, to_dense))
+        join = self._begun(lambda: layer.mlp(ops, to_dense), beside)
         router = m.router
         index, weight = ops.route(x, router.proj.weight, router.scale, router.per_expert_scale, router.top_k, self.eps)
         sparse = ops.experts(ops.rows_for(to_sparse, layer.up), index, weight, layer.up, layer.down)
@@ -182,13 +189,13 @@ class FusedNetwork:
             following, quant = self.model.norm.weight, None
         return ops.after_feed_forward(x, dense, sparse, after, scalar, following, self.eps, quant)
 
-    def _beside(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Start this now, on the other stream if streams overlap; what comes back waits for it.
+    def _begun(self, work: Callable[[], Tensor], beside: bool) -> Callable[[], Tensor]:
+        """Start this now, `beside`: on the other stream; what comes back waits for it.
 
         No tensor is freed early: what the other stream reads lives until the join, and what it makes is read before
         it begins again.
         """
-        if not self.overlap:
+        if not beside:
             out = work()
             return lambda: out
         assert self._side is not None

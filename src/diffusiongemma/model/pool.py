@@ -25,6 +25,7 @@ from diffusiongemma.ops.attention_cached import Prefix
 
 MOVE = 1 << 24  # numbers that move at once
 REACH = 2048  # tokens; the next is four times as much
+FAR = 8192  # from here on twice as much: what attention needs in memory grows with it
 
 
 class CachePool:
@@ -84,7 +85,7 @@ class CachePool:
         """What to say as `reach` for rows of this length: one of few numbers, for each is a recording of its own."""
         reach = REACH
         while reach < length:
-            reach *= 4
+            reach *= 4 if reach < FAR else 2
         return reach
 
     def layer(self, layer: int, start: int, slots: int) -> tuple[Tensor, Tensor]:

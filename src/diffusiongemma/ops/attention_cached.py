@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from diffusiongemma.errors import InputError
+from diffusiongemma.ops.fused import Rows, quantize_rows
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,25 @@ def attend(
             seen = (key_at >= length - (window or 1 << 40)).expand(count, -1)
         out[part] = _plain(q[part], keys, values, seen)
     return out
+
+
+def attend_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    prefix: Prefix,
+    new: New,
+    causal: bool,
+    window: int | None = None,
+    quant: torch.dtype | None = None,
+    keep: bool = False,
+) -> Rows:
+    """As `attend`, for the product that follows: -> [N, H Dh], rounded to `quant` where that is given. `keep`: then the
+    new tokens go into the cache, as `store` puts them there."""
+    mixed = attend(q, k, v, prefix, new, causal, window).flatten(1)
+    if keep:
+        store(k, v, prefix, new)
+    return Rows(mixed) if quant is None else Rows(*quantize_rows(mixed, quant))
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:

@@ -23,9 +23,13 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from diffusiongemma.ops.attention_cached import New, Prefix, check
+from diffusiongemma.ops.attention_join_triton import join
 from diffusiongemma.ops.attention_wide_triton import WideBlocks, attend_wide, wide_blocks
 from diffusiongemma.ops.early_triton import ready, run
+from diffusiongemma.ops.fused import Rows
 from diffusiongemma.ops.kernels import unavailable
+from diffusiongemma.ops.quant import FP8
+from diffusiongemma.ops.rows_triton import quantize_rows
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NOTHING = tl.constexpr(-1e30)  # the largest score of a query that has seen no key yet: finite, so that no NaN appears
@@ -85,7 +89,7 @@ def _tile(q, k, v, seen, acc, top, total, CAUSAL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["batch", "slots", "tokens", "blocks", "window"])
 def _attend_kernel(
-    q, q_block, k, v, keys, values, out, part, part_top, part_total, rows, lengths, begin, batch, slots, tokens,
+    q, q_block, k, v, keys, values, part, part_top, part_total, rows, lengths, begin, batch, slots, tokens,
     blocks, window, H: tl.constexpr, K: tl.constexpr, DH: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HOPPER: tl.constexpr,
 ):  # fmt: skip
@@ -161,58 +165,11 @@ def _attend_kernel(
                 seen = seen & (token[:, None] - other[None, :] < window)
         acc, top, total = _tile(queries, kt, vt, seen, acc, top, total, CAUSAL)
 
-    into = out
-    if PARTS > 1:
-        into = part
-        place += which.to(tl.int64) * tokens * H
-        tl.store(part_top + place, top, mask=live)
-        tl.store(part_total + place, total, mask=live)
+    place += which.to(tl.int64) * tokens * H
+    tl.store(part_top + place, top, mask=live)
+    tl.store(part_total + place, total, mask=live)
     mean = acc * (1.0 / tl.maximum(total, 1e-30))[:, None]  # a part without keys gives zeros
-    tl.store(into + place[:, None] * DH + d[None, :], mean.to(into.dtype.element_ty), mask=live[:, None])
-
-
-@triton.jit(do_not_specialize=["lines"])
-def _join_kernel(part, part_top, part_total, out, lines, DH: tl.constexpr, BLOCK: tl.constexpr, LINES: tl.constexpr,
-                 PARTS: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
-    """The parts of some lines (heads of tokens), some of their numbers -> out [N, H, Dh]"""
-    ready(HOPPER)
-    line = (tl.program_id(0) // (DH // BLOCK)).to(tl.int64) * LINES + tl.arange(0, LINES)
-    live = line < lines
-    d = tl.program_id(0) % (DH // BLOCK) * BLOCK + tl.arange(0, BLOCK)
-    # Part after part: as one block [P, lines, numbers] its sum goes through shared memory, and took 50 microseconds.
-    best = tl.full((LINES,), NOTHING, tl.float32)
-    for p in tl.static_range(PARTS):
-        best = tl.maximum(best, tl.load(part_top + p * lines + line, mask=live, other=NOTHING))
-    total = tl.zeros((LINES,), tl.float32)
-    acc = tl.zeros((LINES, BLOCK), tl.float32)
-    for p in tl.static_range(PARTS):
-        at = p * lines + line
-        weight = tl.load(part_total + at, mask=live, other=1.0)
-        weight *= tl.exp2(tl.load(part_top + at, mask=live, other=NOTHING) - best)
-        mean = tl.load(part + at[:, None] * DH + d[None, :], mask=live[:, None], other=0.0)
-        acc += mean.to(tl.float32) * weight[:, None]
-        total += weight
-    tl.store(out + line[:, None] * DH + d[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=live[:, None])
-
-
-@triton.jit(do_not_specialize=["slots", "batch"])
-def _store_kernel(
-    k, v, keys, values, rows, lengths, begin, slots, batch, row_stride, head_stride, slot_stride,
-    K: tl.constexpr, DH: tl.constexpr, BLOCK: tl.constexpr, HOPPER: tl.constexpr,
-):  # fmt: skip
-    """One new token's keys and values into the cache"""
-    ready(HOPPER)
-    token, row = tl.program_id(0) // batch, tl.program_id(0) % batch
-    start, end = tl.load(begin + row), tl.load(begin + row + 1)
-    if token < start or token >= end or token < end - slots:
-        return
-    slot = (tl.load(lengths + row) + token - start) % slots
-    at = tl.arange(0, BLOCK)  # over K Dh
-    into = tl.load(rows + row).to(tl.int64) * row_stride + at // DH * head_stride + slot.to(tl.int64) * slot_stride
-    into += at % DH
-    live = at < K * DH
-    tl.store(keys + into, tl.load(k + token.to(tl.int64) * K * DH + at, mask=live), mask=live)
-    tl.store(values + into, tl.load(v + token.to(tl.int64) * K * DH + at, mask=live), mask=live)
+    tl.store(part + place[:, None] * DH + d[None, :], mean.to(part.dtype.element_ty), mask=live[:, None])
 
 
 def attend(
@@ -227,32 +184,39 @@ def attend(
 ) -> Tensor:
     """As `attention_cached.attend`: q [N, H, Dh], k and v [N, K, Dh] -> [N, H, Dh]; tokens behind the last row's end
     are left as they are found."""
+    return attend_rows(q, k, v, prefix, new, causal, window, blocks=blocks).values.view(q.shape)
+
+
+def attend_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    prefix: Prefix,
+    new: New,
+    causal: bool,
+    window: int | None = None,
+    quant: torch.dtype | None = None,
+    keep: bool = False,
+    blocks: Blocks | WideBlocks | None = None,
+) -> Rows:
+    """As `attention_cached.attend_rows`; `quant`: fp8 or None. Where parts are joined, that kernel does the rest."""
     check(q, k, v, prefix, new)
+    assert quant in (None, FP8), f"attention gives rows in fp8, not in {quant}"
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     tokens, heads, head_dim = q.shape
     b = blocks
     if b is None and head_dim > 256 and new.most > 1 and window is None:
         b = wide_blocks(head_dim, q.element_size())
     b = b or blocks_for(head_dim, new.most == 1, q.element_size())
-    out = torch.empty_like(q)
-    part = top = total = out  # not touched where there is one part only
-    if b.parts > 1:
-        part = torch.empty(b.parts, tokens, heads, head_dim, dtype=q.dtype, device=q.device)
-        top, total = torch.empty(2, b.parts, tokens, heads, dtype=torch.float32, device=q.device)
+    part = torch.empty(b.parts, tokens, heads, head_dim, dtype=q.dtype, device=q.device)
+    top, total = torch.empty(2, b.parts, tokens, heads, dtype=torch.float32, device=q.device)
     if isinstance(b, WideBlocks):
         assert window is None, "wide heads see everything"
-        attend_wide(q, k, v, prefix, new, causal, b, (out, part, top, total))
+        attend_wide(q, k, v, prefix, new, causal, b, (part, top, total))
     else:
-        _attend(q, k, v, prefix, new, causal, window, b, (out, part, top, total))
-    if b.parts > 1:
-        # 4,096 numbers a program: enough loads in flight, and enough programs
-        block = min(head_dim, max(16, 4096 // b.parts))
-        lines = max(1, 4096 // (b.parts * block))
-        run(
-            _join_kernel, triton.cdiv(tokens * heads, lines) * (head_dim // block), part, top, total, out,
-            tokens * heads, DH=head_dim, BLOCK=block, LINES=lines, PARTS=b.parts, num_warps=4,
-        )  # fmt: skip
-    return out
+        _attend(q, k, v, prefix, new, causal, window, b, (part, top, total))
+    rows = join(part, top, total, quant, (k, v, prefix, new) if keep else None)
+    return rows if quant is None or rows.scale is not None else quantize_rows(rows.values)
 
 
 def _attend(
@@ -280,15 +244,4 @@ def _attend(
         # A canvas sees all that a ring holds, if that is no more than the window.
         WINDOW=window is not None and (causal or slots > window),
         PARTS=b.parts, BLOCK_M=b.queries, BLOCK_N=b.keys, num_warps=b.warps, num_stages=b.stages,
-    )  # fmt: skip
-
-
-def store(k: Tensor, v: Tensor, prefix: Prefix, new: New) -> None:
-    """As `attention_cached.store`: the new tokens, k and v [N, K, Dh], go behind what is cached."""
-    tokens, kv_heads, head_dim = k.shape
-    rows, slots = prefix.row.shape[0], prefix.keys.shape[2]
-    run(
-        _store_kernel, tokens * rows, k.contiguous(), v.contiguous(), prefix.keys, prefix.values,
-        prefix.row, prefix.length, new.begin, slots, rows,
-        *prefix.keys.stride()[:3], K=kv_heads, DH=head_dim, BLOCK=triton.next_power_of_2(kv_heads * head_dim),
     )  # fmt: skip

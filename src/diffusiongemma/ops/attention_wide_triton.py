@@ -141,7 +141,7 @@ def _scaled(e, tops, place, top, first, column, tile):
 
 @triton.jit(do_not_specialize=["batch", "slots", "tokens", "blocks", "skip"])
 def _values_kernel(
-    e, v, values, tops, sums, out, part, part_top, part_total, rows, lengths, begin, batch, slots, tokens, blocks, skip,
+    e, v, values, tops, sums, part, part_top, part_total, rows, lengths, begin, batch, slots, tokens, blocks, skip,
     H: tl.constexpr, K: tl.constexpr, DH: tl.constexpr, CAUSAL: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, MANY: tl.constexpr,
     HOPPER: tl.constexpr,
@@ -196,22 +196,19 @@ def _values_kernel(
     token = (skip + block) * TOKENS + m // G
     live = token < count
     place = (start + token).to(tl.int64) * H + kv * G + m % G  # of q [N H, Dh]
-    into = out
-    if PARTS > 1:
-        into = part
-        place += which.to(tl.int64) * tokens * H
-        if column == 0:
-            tl.store(part_top + place, top, mask=live)
-            tl.store(part_total + place, total, mask=live)
+    place += which.to(tl.int64) * tokens * H
+    if column == 0:
+        tl.store(part_top + place, top, mask=live)
+        tl.store(part_total + place, total, mask=live)
     mean = acc * (1.0 / tl.maximum(total, 1e-30))[:, None]  # a part without keys gives zeros
     d = column + tl.arange(0, BLOCK_D)
-    tl.store(into + place[:, None] * DH + d[None, :], mean.to(into.dtype.element_ty), mask=live[:, None])
+    tl.store(part + place[:, None] * DH + d[None, :], mean.to(part.dtype.element_ty), mask=live[:, None])
 
 
 def attend_wide(
     q: Tensor, k: Tensor, v: Tensor, prefix: Prefix, new: New, causal: bool, b: WideBlocks, into: tuple[Tensor, ...]
 ) -> None:
-    """As `attention_triton.attend` without a window, up to the join of the parts; `into`: out, part, top, total"""
+    """As `attention_triton.attend` without a window, up to the join of the parts; `into`: parts, tops, totals"""
     tokens, heads, head_dim = q.shape
     kv_heads, slots = prefix.keys.shape[1:3]
     rows, group = prefix.row.shape[0], heads // kv_heads

@@ -2,7 +2,8 @@
 """Kernels that are launched while the one before still runs: their first programs are in place when it ends.
 
 A layer is a chain of small kernels, and between two of them the card idles for a microsecond or two. `run` lets the
-next be launched early; `ready`, the first line of its kernel, waits until all that came before is done and visible.
+next be launched early; `ready`, in its kernel, waits until all that came before is done and visible. Before that line
+a kernel may only read constants.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def ready(HOPPER: tl.constexpr):
 
 
 def run(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
-    """Launch a kernel that calls `ready(HOPPER)` first."""
+    """Launch a kernel whose programs all call `ready(HOPPER)` before they read what others write, or write."""
     launch(kernel, programs, *args, HOPPER=not interpreted(), **options, **early())
 
 

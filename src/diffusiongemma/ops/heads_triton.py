@@ -27,43 +27,43 @@ def supported(qkv: Tensor, head_dim: int) -> str | None:
 
 
 @triton.jit
-def _turned(first, second, inverse, weight, c, cos, sin, HALF: tl.constexpr):
-    first *= inverse * tl.load(weight + c).to(tl.float32)
-    second *= inverse * tl.load(weight + HALF + c).to(tl.float32)
-    return first * cos - second * sin, second * cos + first * sin
-
-
-@triton.jit
 def _heads_kernel(
     qkv, q_weight, k_weight, cos, sin, q, k, v, eps, H: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr,
     HALF: tl.constexpr, HEADS: tl.constexpr, HOPPER: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one token: HEADS x 2 HALF numbers"""
-    ready(HOPPER)
+    """Some heads of one token, all of q, of k or of v: HEADS x 2 HALF numbers"""
     total: tl.constexpr = H + K if SHARED else H + 2 * K
     token, first = (tl.program_id(0) // (total // HEADS)).to(tl.int64), tl.program_id(0) % (total // HEADS) * HEADS
     head = first + tl.arange(0, HEADS)[:, None]
-    c = tl.arange(0, HALF)[None, :]
+    c = tl.arange(0, HALF)[None, :] + 0 * head  # as wide as the heads, so that what is shared is read where it is used
+    if first < H:  # a weight is constant: it is read before the wait
+        w_a, w_b = tl.load(q_weight + c).to(tl.float32), tl.load(q_weight + HALF + c).to(tl.float32)
+    else:
+        w_a, w_b = tl.load(k_weight + c).to(tl.float32), tl.load(k_weight + HALF + c).to(tl.float32)
+    ready(HOPPER)
     at = qkv + (token * total + head) * (2 * HALF) + c
     a, b = tl.load(at).to(tl.float32), tl.load(at + HALF).to(tl.float32)
-    inverse = 1.0 / tl.sqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * HALF) + eps)[:, None]
     cosine = tl.load(cos + token * HALF + c).to(tl.float32)
     sine = tl.load(sin + token * HALF + c).to(tl.float32)
-    if first < H:
-        x, y = _turned(a, b, inverse, q_weight, c, cosine, sine, HALF)
-        into = q + (token * H + head) * (2 * HALF) + c
-        tl.store(into, x.to(q.dtype.element_ty))
-        tl.store(into + HALF, y.to(q.dtype.element_ty))
-    else:
-        kv = tl.where(head < H + K, head - H, head - H - K)
-        out = (token * K + kv) * (2 * HALF) + c
-        if first < H + K:
-            x, y = _turned(a, b, inverse, k_weight, c, cosine, sine, HALF)
-            tl.store(k + out, x.to(k.dtype.element_ty))
-            tl.store(k + out + HALF, y.to(k.dtype.element_ty))
-        if SHARED or first >= H + K:
-            tl.store(v + out, (a * inverse).to(v.dtype.element_ty))
-            tl.store(v + out + HALF, (b * inverse).to(v.dtype.element_ty))
+    inverse = 1.0 / tl.sqrt(tl.sum(a * a + b * b, axis=1) / (2 * HALF) + eps)[:, None]
+    a *= inverse
+    b *= inverse
+    kv = tl.where(head < H + K, head - H, head - H - K)
+    into = (token * K + kv) * (2 * HALF) + c
+    if first >= (H if SHARED else H + K):
+        tl.store(v + into, a.to(v.dtype.element_ty))
+        tl.store(v + into + HALF, b.to(v.dtype.element_ty))
+    if first < H + K:
+        a *= w_a
+        b *= w_b
+        x, y = (a * cosine - b * sine).to(q.dtype.element_ty), (b * cosine + a * sine).to(q.dtype.element_ty)
+        if first < H:
+            into = (token * H + head) * (2 * HALF) + c
+            tl.store(q + into, x)
+            tl.store(q + into + HALF, y)
+        else:
+            tl.store(k + into, x)
+            tl.store(k + into + HALF, y)
 
 
 @triton.jit
@@ -85,12 +85,14 @@ def split_heads(
     shared = total == heads + kv_heads
     q = torch.empty(tokens, heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     k, v = torch.empty(2, tokens, kv_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
-    together = math.gcd(heads, kv_heads, 4)
+    # A warp has 512 numbers, 16 bytes a load. Bits depend on a head's size alone: its sum stays inside a warp.
+    together = math.gcd(heads, kv_heads, 8)
     cos, sin = rope
     run(
         _heads_kernel, tokens * total // together,
         qkv, q_weight, k_weight, cos.contiguous(), sin.contiguous(), q, k, v, eps,
-        H=heads, K=kv_heads, SHARED=shared, HALF=head_dim // 2, HEADS=together, num_warps=4,
+        H=heads, K=kv_heads, SHARED=shared, HALF=head_dim // 2, HEADS=together,
+        num_warps=max(1, together * head_dim // 512),
     )  # fmt: skip
     return q, k, v
 

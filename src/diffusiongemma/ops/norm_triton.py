@@ -1,7 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
 """RMS norms with what surrounds them: residual, scalar, the next norms, and the quantisation of what they give.
 
-A row is read once, stays in registers as float32, and is written once for every result. Twins of `fused`.
+A row is read once, stays in registers, and is written once for every result. Twins of `fused`.
+
+A row is held in three pieces, because a block is a power of two long: 2,816 numbers then take the room of 3,072 and
+not of 4,096. A piece is 8 numbers a thread, in bfloat16 and in fp8, so nothing has to change hands. Weights are
+constants, so they are asked for before the kernel waits for the one before it (nothing on the card may have just
+written them); all that is read is asked for before the first sum.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from diffusiongemma.ops.early_triton import ready, run
 from diffusiongemma.ops.fused import Rows
 from diffusiongemma.ops.kernels import unavailable
 from diffusiongemma.ops.quant import FP8, FP8_MAX
+from diffusiongemma.ops.rows_triton import fp8_scale, to_fp8
 
 WIDEST = 16384  # numbers of a row that stay in registers
 LEAST = tl.constexpr(1.1754944e-38)  # a smaller scale is none
@@ -32,82 +38,135 @@ def supported(x: Tensor) -> str | None:
 
 
 @triton.jit
-def _row(x, row, d, width):
-    return tl.load(x + row * width + d, mask=d < width, other=0.0).to(tl.float32)
+def _load(x, width, PIECE: tl.constexpr):
+    """A row, [PIECE] three times, as it is stored"""
+    d = tl.arange(0, PIECE)
+    return (
+        tl.load(x + d, mask=d < width, other=0.0),
+        tl.load(x + PIECE + d, mask=PIECE + d < width, other=0.0),
+        tl.load(x + 2 * PIECE + d, mask=2 * PIECE + d < width, other=0.0),
+    )
 
 
 @triton.jit
-def _normed(y, weight, d, width, eps):
-    y *= 1.0 / tl.sqrt(tl.sum(y * y) / width + eps)
-    return y * tl.load(weight + d, mask=d < width, other=0.0).to(tl.float32)
+def _store(out, y, width, PIECE: tl.constexpr):
+    d = tl.arange(0, PIECE)
+    kind: tl.constexpr = out.dtype.element_ty
+    tl.store(out + d, y[0].to(kind), mask=d < width)
+    tl.store(out + PIECE + d, y[1].to(kind), mask=PIECE + d < width)
+    tl.store(out + 2 * PIECE + d, y[2].to(kind), mask=2 * PIECE + d < width)
 
 
 @triton.jit
-def _put(out, scale, y, row, d, width, LIMIT: tl.constexpr):
+def _wide(y):
+    return y[0].to(tl.float32), y[1].to(tl.float32), y[2].to(tl.float32)
+
+
+@triton.jit
+def _sum(x, y):
+    return x[0] + y[0], x[1] + y[1], x[2] + y[2]
+
+
+@triton.jit
+def _times(y, factor):
+    return y[0] * factor, y[1] * factor, y[2] * factor
+
+
+@triton.jit
+def _weighed(y, weight):
+    w = _wide(weight)
+    return y[0] * w[0], y[1] * w[1], y[2] * w[2]
+
+
+@triton.jit
+def _normed(y, width, eps):
+    squares = y[0] * y[0] + y[1] * y[1] + y[2] * y[2]
+    return _times(y, 1.0 / tl.sqrt(tl.sum(squares) / width + eps))
+
+
+@triton.jit
+def _stored(y, out):
+    """As who reads it from there finds it"""
+    kind: tl.constexpr = out.dtype.element_ty
+    return _wide((y[0].to(kind), y[1].to(kind), y[2].to(kind)))
+
+
+@triton.jit
+def _put(out, scale, y, row, width, PIECE: tl.constexpr, LIMIT: tl.constexpr, HOPPER: tl.constexpr):
     """Store a row, quantised if there is a LIMIT (the largest number of the format)."""
     if LIMIT > 0:
-        s = tl.max(tl.abs(y)) / LIMIT
-        s = tl.where(s < LEAST, 1.0, s)
-        tl.store(scale + row, s)
-        y = tl.minimum(tl.maximum(y / s, -LIMIT), LIMIT)
+        top = tl.max(tl.maximum(tl.maximum(tl.abs(y[0]), tl.abs(y[1])), tl.abs(y[2])))
         if out.dtype.element_ty == tl.int8:
-            y = (y + 12582912.0) - 12582912.0  # to the nearest, halves to the even one, as the definition does
-    tl.store(out + row * width + d, y.to(out.dtype.element_ty), mask=d < width)
+            s = top / LIMIT
+            s = tl.where(s < LEAST, 1.0, s)
+            # to the nearest, halves to the even one, as the definition does
+            y = (_nearest(y[0] / s), _nearest(y[1] / s), _nearest(y[2] / s))
+        else:
+            s = fp8_scale(top)
+            y = (to_fp8(y[0], s, HOPPER), to_fp8(y[1], s, HOPPER), to_fp8(y[2], s, HOPPER))
+        tl.store(scale + row, s)
+    _store(out + row * width, y, width, PIECE)
+
+
+@triton.jit
+def _nearest(y):
+    return (y + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def _rows_kernel(
-    x,
-    weight,
-    out,
-    scale,
-    width,
-    eps,
-    NORM: tl.constexpr,
-    LIMIT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, weight, out, scale, width, eps, NORM: tl.constexpr, LIMIT: tl.constexpr, PIECE: tl.constexpr,
     HOPPER: tl.constexpr,
-):
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    if weight is not None:
+        w = _load(weight, width, PIECE)
     ready(HOPPER)
-    row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    y = _row(x, row, d, width)
+    y = _wide(_load(x + row * width, width, PIECE))
     if NORM:
-        y *= 1.0 / tl.sqrt(tl.sum(y * y) / width + eps)
-        if weight is not None:
-            y *= tl.load(weight + d, mask=d < width, other=0.0).to(tl.float32)
-    _put(out, scale, y, row, d, width, LIMIT)
+        y = _normed(y, width, eps)
+    if weight is not None:
+        y = _weighed(y, w)
+    _put(out, scale, y, row, width, PIECE, LIMIT, HOPPER)
 
 
 @triton.jit
 def _after_attention_kernel(
     x, branch, post, dense, sparse, x_out, dense_out, dense_scale, sparse_out, sparse_scale, width, eps,
-    LIMIT: tl.constexpr, BLOCK: tl.constexpr, HOPPER: tl.constexpr,
+    LIMIT: tl.constexpr, PIECE: tl.constexpr, HOPPER: tl.constexpr,
 ):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    w_post, w_dense, w_sparse = _load(post, width, PIECE), _load(dense, width, PIECE), _load(sparse, width, PIECE)
     ready(HOPPER)
-    row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    y = _row(x, row, d, width) + _normed(_row(branch, row, d, width), post, d, width, eps)
-    # What follows reads the residual as it is stored.
-    y = y.to(x_out.dtype.element_ty).to(tl.float32)
-    _put(x_out, x_out, y, row, d, width, 0)
-    y *= 1.0 / tl.sqrt(tl.sum(y * y) / width + eps)
-    live = d < width
-    _put(dense_out, dense_scale, y * tl.load(dense + d, mask=live, other=0.0).to(tl.float32), row, d, width, LIMIT)
-    _put(sparse_out, sparse_scale, y * tl.load(sparse + d, mask=live, other=0.0).to(tl.float32), row, d, width, LIMIT)
+    z = _load(branch + row * width, width, PIECE)
+    y = _load(x + row * width, width, PIECE)
+    y = _sum(_wide(y), _weighed(_normed(_wide(z), width, eps), w_post))
+    y = _stored(y, x_out)
+    _store(x_out + row * width, y, width, PIECE)
+    y = _normed(y, width, eps)
+    _put(dense_out, dense_scale, _weighed(y, w_dense), row, width, PIECE, LIMIT, HOPPER)
+    _put(sparse_out, sparse_scale, _weighed(y, w_sparse), row, width, PIECE, LIMIT, HOPPER)
 
 
 @triton.jit
 def _after_feed_forward_kernel(
     x, dense, sparse, after_dense, after_sparse, after_sum, scalar, following, x_out, out, scale, width, eps,
-    LIMIT: tl.constexpr, BLOCK: tl.constexpr, HOPPER: tl.constexpr,
+    LIMIT: tl.constexpr, PIECE: tl.constexpr, HOPPER: tl.constexpr,
 ):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    w_dense, w_sparse = _load(after_dense, width, PIECE), _load(after_sparse, width, PIECE)
+    w_sum, w_next = _load(after_sum, width, PIECE), _load(following, width, PIECE)
+    factor = tl.load(scalar).to(tl.float32)
     ready(HOPPER)
-    row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    both = _normed(_row(dense, row, d, width), after_dense, d, width, eps)
-    both += _normed(_row(sparse, row, d, width), after_sparse, d, width, eps)
-    y = _row(x, row, d, width) + _normed(both, after_sum, d, width, eps)
-    y = (y * tl.load(scalar).to(tl.float32)).to(x_out.dtype.element_ty).to(tl.float32)
-    _put(x_out, x_out, y, row, d, width, 0)
-    _put(out, scale, _normed(y, following, d, width, eps), row, d, width, LIMIT)
+    d = _load(dense + row * width, width, PIECE)
+    s = _load(sparse + row * width, width, PIECE)
+    y = _load(x + row * width, width, PIECE)
+    both = _weighed(_normed(_wide(d), width, eps), w_dense)
+    both = _sum(both, _weighed(_normed(_wide(s), width, eps), w_sparse))
+    y = _sum(_wide(y), _weighed(_normed(both, width, eps), w_sum))
+    y = _stored(_times(y, factor), x_out)
+    _store(x_out + row * width, y, width, PIECE)
+    _put(out, scale, _weighed(_normed(y, width, eps), w_next), row, width, PIECE, LIMIT, HOPPER)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -165,11 +224,15 @@ def after_feed_forward(
     return x_out, out
 
 
+def warps_for(piece: int) -> int:
+    """16 bytes a load; sums through few warps are cheap. The same for any number of rows, and so are the bits."""
+    return min(16, max(1, piece // 256))
+
+
 def _launch(kernel, x: Tensor, *args, **constants) -> None:
-    block = triton.next_power_of_2(x.shape[1])
-    # 8 to 16 numbers a thread: enough loads in flight, few enough registers
-    warps = min(16, max(1, block // 512))
-    run(kernel, x.shape[0], *args, **constants, BLOCK=block, num_warps=warps)
+    piece = triton.next_power_of_2(triton.cdiv(x.shape[1], 3))
+    # Of 128 registers a thread, four rows of 2,816 fit on a multiprocessor.
+    run(kernel, x.shape[0], *args, **constants, PIECE=piece, num_warps=warps_for(piece), maxnreg=128)
 
 
 def _rows(like: Tensor, quant: torch.dtype | None) -> Rows:

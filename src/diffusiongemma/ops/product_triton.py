@@ -45,15 +45,19 @@ def load(at, o_ok, k_ok, MASK_O: tl.constexpr, MASK_K: tl.constexpr):
 
 
 @triton.jit
-def _sums(x_at, x_ok, w, first, o, K: tl.constexpr, O: tl.constexpr, GATED: tl.constexpr, T: tl.constexpr,
-          BO: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+def _sums(x_at, x_ok, more_at, more_ok, w, first, o, K: tl.constexpr, O: tl.constexpr, GATED: tl.constexpr,
+          T: tl.constexpr, MORE: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """x_at: pointers to rows [T]; first: row of the weight where the expert begins -> sums [BO, T] of its rows o and,
-    where gated, of those O further on; weights of one number a place: bfloat16, int8, fp8"""
+    where gated, of those O further on; weights of one number a place: bfloat16, int8, fp8. The same of MORE rows
+    (0: none), which are multiplied with the tile of the weight while it is here: sums [BO, MORE]"""
     c = tl.arange(0, BK)
     w_at = w + (first + o)[:, None] * K + c[None, :]
     x_at = x_at[:, None] + c[None, :]
+    more_at = more_at[:, None] + c[None, :]
     gate = tl.zeros((BO, T), tl.float32)
     up = tl.zeros((BO, T), tl.float32)
+    more_gate = tl.zeros((BO, MORE if MORE > 0 else 1), tl.float32)
+    more_up = more_gate
     o_ok = o < O
     MASK_K: tl.constexpr = K % BK != 0
     MASK_O: tl.constexpr = O % BO != 0
@@ -65,80 +69,110 @@ def _sums(x_at, x_ok, w, first, o, K: tl.constexpr, O: tl.constexpr, GATED: tl.c
         if GATED:
             w1 = load(w_at + k + O * K, o_ok, k_ok, MASK_O, MASK_K)
             up = tl.dot(w1.to(x.dtype), tl.trans(x), up)
-    return gate, up
+        if MORE > 0:
+            more = load(more_at + k, more_ok, k_ok, True, MASK_K)
+            more_gate = tl.dot(w0.to(x.dtype), tl.trans(more), more_gate)
+            if GATED:
+                more_up = tl.dot(w1.to(x.dtype), tl.trans(more), more_up)
+    return gate, up, more_gate, more_up
+
+
+PREFETCH = tl.constexpr(
+    """{
+    .reg .pred some;
+    setp.ne.u32 some, $2, 0;
+    @some cp.async.bulk.prefetch.L2.global [$1], $2;
+    mov.u32 $0, 0;
+    }"""
+)
 
 
 @triton.jit
-def _prefetch(w, row, WIDTH: tl.constexpr, BYTES: tl.constexpr):
-    """Asks for the first BYTES of these rows of w [..., WIDTH] to be brought into the L2 cache."""
-    size = tl.full(row.shape, BYTES, tl.int32)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [(w + row * WIDTH).to(tl.int64), size],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+def _prefetch(at, size):
+    """Asks for these many bytes from each of these addresses to be brought into the L2 cache; 0: for none."""
+    tl.inline_asm_elementwise(PREFETCH, "=r,l,r", [at.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _rows(x_scale, order, share, row, end, TOP_K: tl.constexpr, ROUTED: tl.constexpr, UNIT: tl.constexpr):
+    """For these rows of `order`: whether they are there, the row of x, the row of the result, and what to multiply
+    the sums with. All of it is asked for before the sums are made, and is there when they are."""
+    ok = row < end
+    factor = tl.full(row.shape, UNIT, tl.float32)
+    if ROUTED == "no":
+        source = row
+        target = row
+    else:
+        pair = tl.load(order + row, mask=ok, other=0)
+        source = pair // TOP_K if ROUTED == "in" else row
+        target = row if ROUTED == "in" else pair
+    if x_scale is not None:
+        factor *= tl.load(x_scale + source, mask=ok, other=0.0)
+    if ROUTED == "out":
+        factor *= tl.load(share + target, mask=ok, other=0.0)
+    return ok, source.to(tl.int64), target, factor
+
+
+@triton.jit
+def _finish(gate, up, w_gate, w_up, factor, ok, target, out, o, O: tl.constexpr, GATED: tl.constexpr,
+            PAIRED: tl.constexpr, BO: tl.constexpr):  # fmt: skip
+    """Sums [BO, T] of each row of the weight, times their scales -> rows of the result"""
+    gate = gate * w_gate[:, None] * factor[None, :]
+    up = up * w_up[:, None] * factor[None, :]
+    if GATED:  # gelu in its tanh form, which is x sigmoid(2 y)
+        gate = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
+    at = out + target.to(tl.int64)[:, None] * O + o[None, :]
+    tl.store(at, tl.trans(gate).to(out.dtype.element_ty), mask=ok[:, None] & (o < O)[None, :])
+    if PAIRED:
+        tl.store(at + BO, tl.trans(up).to(out.dtype.element_ty), mask=ok[:, None])
 
 
 @triton.jit
 def _tile(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end, K: tl.constexpr, O: tl.constexpr,
           TOP_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr, ROUTED: tl.constexpr,
-          T: tl.constexpr, BO: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+          T: tl.constexpr, MORE: tl.constexpr, BO: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
           HOPPER: tl.constexpr):  # fmt: skip
-    """Rows start … end of `order`, at most T, times one tile of an expert's outputs"""
+    """Rows start … end of `order`, at most T + MORE, times one tile of an expert's outputs"""
     PAIRED: tl.constexpr = FORMAT == "pairs" and not GATED
     WIDE: tl.constexpr = 2 * BO if PAIRED else BO
-    ROWS: tl.constexpr = 2 * O if GATED else O
     o = tile * WIDE + tl.arange(0, BO)
-    row = start + tl.arange(0, T)
-    ok = row < end
+    UNIT: tl.constexpr = 512.0 if FORMAT == "pairs" else 1.0
+    ok, source, target, factor = _rows(x_scale, order, share, start + tl.arange(0, T), end, TOP_K, ROUTED, UNIT)
+    w_gate = tl.full((BO,), 1.0, tl.float32)
+    w_up = w_gate
     first = tl.full((), 0, tl.int64) + expert
-    if ROUTED == "no":
-        source = row.to(tl.int64)
-        target = source
-    else:
-        pair = tl.load(order + row, mask=ok, other=0).to(tl.int64)
-        source = pair // TOP_K if ROUTED == "in" else row.to(tl.int64)
-        target = row.to(tl.int64) if ROUTED == "in" else pair
-    factor = tl.full((T,), 512.0 if FORMAT == "pairs" else 1.0, tl.float32)
     if FORMAT == "pairs":
         which = first * (O // WIDE) + tile
         gate, up = sums_pairs(x + source * K, ok, w, w_scale, which, K, GROUP, T, STEP // GROUP, STAGES, HOPPER)
     else:
-        first *= ROWS
-        gate, up = _sums(x + source * K, ok, w, first, o, K, O, GATED, T, BO, STEP, STAGES)
+        first *= 2 * O if GATED else O
         if w_scale is not None:
-            gate *= tl.load(w_scale + first + o, mask=o < O, other=0.0)[:, None]
+            w_gate = tl.load(w_scale + first + o, mask=o < O, other=0.0)
             if GATED:
-                up *= tl.load(w_scale + first + O + o, mask=o < O, other=0.0)[:, None]
-    if x_scale is not None:
-        factor *= tl.load(x_scale + source, mask=ok, other=0.0)
-    if ROUTED == "out":
-        factor *= tl.load(share + pair, mask=ok, other=0.0)
-    gate *= factor[None, :]
-    up *= factor[None, :]
-    if GATED:  # gelu in its tanh form, which is x sigmoid(2 y)
-        gate = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
-    at = out + target[:, None] * O + o[None, :]
-    tl.store(at, tl.trans(gate).to(out.dtype.element_ty), mask=ok[:, None] & (o < O)[None, :])
-    if PAIRED:
-        tl.store(at + BO, tl.trans(up).to(out.dtype.element_ty), mask=ok[:, None])
+                w_up = tl.load(w_scale + first + O + o, mask=o < O, other=0.0)
+        later = start + T + tl.arange(0, MORE if MORE > 0 else 1)
+        more_ok, more_source, more_target, more_factor = _rows(x_scale, order, share, later, end, TOP_K, ROUTED, UNIT)
+        gate, up, more_gate, more_up = _sums(x + source * K, ok, x + more_source * K, more_ok, w, first, o, K, O, GATED,
+                                             T, MORE, BO, STEP, STAGES)  # fmt: skip
+        if MORE > 0:
+            _finish(more_gate, more_up, w_gate, w_up, more_factor, more_ok, more_target, out, o, O, GATED, PAIRED, BO)
+    _finish(gate, up, w_gate, w_up, factor, ok, target, out, o, O, GATED, PAIRED, BO)
 
 
 @triton.jit(do_not_specialize=["rows", "capacity"])
 def product_kernel(x, x_scale, w, w_scale, out, order, share, table, rows, capacity, K: tl.constexpr, O: tl.constexpr,
                    TOP_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr,
                    ROUTED: tl.constexpr, T: tl.constexpr, BO: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
-                   EXPERTS: tl.constexpr, AHEAD: tl.constexpr, FIRST: tl.constexpr, HALF: tl.constexpr,
-                   HOPPER: tl.constexpr):  # fmt: skip
+                   EXPERTS: tl.constexpr, AHEAD: tl.constexpr, FIRST: tl.constexpr, MORE: tl.constexpr,
+                   SMALL: tl.constexpr, ASK: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
     """x [rows, K] times w [E, O or 2 O, K] -> out [rows, O].
 
     ROUTED "no": a dense product. "in": row r of `order` reads token order[r] // k and writes row r. "out": row r reads
     row r and writes row order[r], times share[order[r]]. x_scale: float32 [rows].
     table [3, capacity]: expert, first row and end of each block of rows; expert -1 where there is no block.
     Of pairs, a program makes BO = 64 gates with their ups, or two tiles of BO outputs side by side.
+    MORE, SMALL: rows beside the T, and up to how many an expert takes a smaller tile. ASK: threads of a program that
+    first asks for the whole tile of the weight; 0: it does not.
     HOPPER: not in the interpreter. A program may then start before the launch before it has ended: it asks for AHEAD
     bytes of each of its rows of the weight, and waits.
     """
@@ -159,9 +193,9 @@ def product_kernel(x, x_scale, w, w_scale, out, order, share, table, rows, capac
                 expert = tl.load(table + block) if ROUTED == "out" else block
                 expert = tl.minimum(tl.maximum(expert, 0), EXPERTS - 1)
             line = tl.full((), 0, tl.int64) + expert * ROWS + tl.minimum(tile * WIDE + tl.arange(0, BO), O - 1)
-            _prefetch(w, line, K, AHEAD)
+            _prefetch(w + line * K, tl.full((BO,), AHEAD, tl.int32))
             if GATED:
-                _prefetch(w, line + O, K, AHEAD)
+                _prefetch(w + (line + O) * K, tl.full((BO,), AHEAD, tl.int32))
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if ROUTED == "no":
@@ -174,16 +208,22 @@ def product_kernel(x, x_scale, w, w_scale, out, order, share, table, rows, capac
             return
         start = tl.load(table + capacity + block)
         end = tl.load(table + 2 * capacity + block)
-    if HALF:  # few rows cost less
-        if end - start <= T // 2:
+    if HOPPER and ASK > 0:
+        WHOLE: tl.constexpr = BO * K * (w.dtype.element_ty.primitive_bitwidth // 8)
+        begin = w + (tl.full((), 0, tl.int64) + expert * O + tile * BO) * K
+        thread = tl.arange(0, ASK)
+        # One thread of each warp asks: the others would only wait in line.
+        _prefetch(begin.to(tl.int64) + thread * (WHOLE // ASK), tl.where(thread % 32 == 0, WHOLE // ASK * 32, 0))
+    if SMALL > 0:  # few rows cost less
+        if end - start <= SMALL:
             _tile(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end, K, O, TOP_K, FORMAT, GROUP,
-                  GATED, ROUTED, T // 2, BO, STEP, STAGES, HOPPER)  # fmt: skip
+                  GATED, ROUTED, SMALL, 0, BO, STEP, STAGES, HOPPER)  # fmt: skip
         else:
             _tile(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end, K, O, TOP_K, FORMAT, GROUP,
-                  GATED, ROUTED, T, BO, STEP, STAGES, HOPPER)  # fmt: skip
+                  GATED, ROUTED, T, MORE, BO, STEP, STAGES, HOPPER)  # fmt: skip
     else:
         _tile(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end, K, O, TOP_K, FORMAT, GROUP, GATED,
-              ROUTED, T, BO, STEP, STAGES, HOPPER)  # fmt: skip
+              ROUTED, T, MORE, BO, STEP, STAGES, HOPPER)  # fmt: skip
 
 
 def supported(device: torch.device, w: Tensor, inputs: int, gated: bool = False) -> str | None:
@@ -209,6 +249,16 @@ def outputs_of(w: Tensor, gated: bool) -> int:
     return rows // (2 if gated else 1)
 
 
+def _small(tile: Tile) -> int:
+    """Up to how many rows an expert takes a smaller tile; 0: always the whole."""
+    return tile.rows // 2 if tile.half else tile.rows if tile.more else 0
+
+
+def _can_ask(tile: Tile, fmt: str, inputs: int, width: int, gated: bool) -> bool:
+    size = tile.outputs * inputs * (2 if fmt == "bf16" else 1)
+    return not gated and fmt != "pairs" and width % tile.outputs == 0 and size % (32 * tile.warps * 16) == 0
+
+
 def product(
     x: Rows,
     w: Tensor,
@@ -231,6 +281,9 @@ def product(
     rows = values.shape[0] if routing is None else len(routing.order)
     experts, block = (0, rows) if routing is None else (w.shape[0], routing.block)
     tile = tile or choose(Shape(fmt, inputs, width, experts, gated, block), shared_memory(values.device))
+    assert tile.more == 0 or (routing is not None and fmt != "pairs"), "only blocks of an expert have rows more"
+    assert routing is None or tile.rows + tile.more == block, f"a tile of {tile.rows} + {tile.more} rows, not {block}"
+    assert not tile.ask or _can_ask(tile, fmt, inputs, width, gated), "only whole tiles that lie together are asked for"
     paired = fmt == "pairs" and not gated
     step = step_of(fmt, inputs)
     if fmt == "pairs":
@@ -247,7 +300,8 @@ def product(
         GROUP=w.shape[-1] if fmt == "pairs" else 0, GATED=gated,
         ROUTED="no" if routing is None else "in" if share is None else "out",
         T=tile.rows, BO=tile.outputs // (1 + paired), STEP=step, STAGES=tile.stages,
-        EXPERTS=experts, AHEAD=ahead, FIRST=FIRST, HALF=tile.half and routing is not None, HOPPER=not interpreted(),
+        EXPERTS=experts, AHEAD=ahead, FIRST=FIRST, MORE=tile.more, SMALL=_small(tile) if routing is not None else 0,
+        ASK=32 * tile.warps if tile.ask else 0, HOPPER=not interpreted(),
         num_warps=tile.warps, maxnreg=tile.registers or None, **early(),
     )  # fmt: skip
     return quantize_rows(out) if quantise else Rows(out)

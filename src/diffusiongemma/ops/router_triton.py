@@ -2,8 +2,12 @@
 """The router: norm, product, softmax, the best experts and their weights, in two kernels. Twin of `fused.route`.
 
 The product is small (256 x 2,816 x 128) but its weights would keep 16 multiprocessors busy for long, so the first
-kernel splits the sum over 176 programs, each of which asks for all it reads at once; the second adds the parts in
-order and picks, a warp a row, so that no round of the picking waits for another warp.
+kernel splits the sum over 176 programs, each of which asks for all it reads at once, and for its weights before the
+kernel ahead of it has ended; the second adds the parts in order and picks, a warp a row, so that no round of the
+picking waits for another warp. Many tokens get larger blocks, so that the weights are not read over and over.
+
+Bits: a row's sums do not depend on the others. The parts are the same for any number of rows, and operands are
+swapped (experts are the M side of the tensor cores), so that blocks of any size use one kind of instruction.
 
 Legend: N tokens, D hidden, E experts, k experts a token, S parts of the sum.
 """
@@ -22,7 +26,7 @@ from diffusiongemma.ops.kernels import unavailable
 
 
 class Blocks(NamedTuple):
-    rows: int
+    rows: int  # of a program
     part: int  # numbers of a row that one program sums
     depth: int  # of a step
     warps: int
@@ -30,6 +34,12 @@ class Blocks(NamedTuple):
 
 
 BLOCKS = Blocks(16, 256, 256, 4, 1)
+
+
+def blocks_for(rows: int) -> Blocks:
+    """About as many programs as a card runs at once; parts and depth order the sums and are the same for all."""
+    size = next((size for size in (16, 32, 64) if rows <= 32 * size), 128)
+    return BLOCKS._replace(rows=size, warps=4 if size < 64 else 8)
 
 
 def supported(x: Tensor, proj: Tensor, top_k: int) -> str | None:
@@ -48,25 +58,26 @@ def supported(x: Tensor, proj: Tensor, top_k: int) -> str | None:
 def _scores_kernel(x, proj, scale, part, square, rows, width, E: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr,
                    BLOCK: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
     """One part of (x scale) [N, D] times proj [E, D], and of the sum of squares of x"""
-    ready(HOPPER)
     blocks = tl.cdiv(rows, ROWS)
     row, which = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS), tl.program_id(0) // blocks
     e = tl.arange(0, E)
     live = row < rows
-    acc = tl.zeros((ROWS, E), tl.float32)
+    acc = tl.zeros((E, ROWS), tl.float32)
     squares = tl.zeros((ROWS,), tl.float32)
     for begin in tl.static_range(0, PART, BLOCK):
         d = which * PART + begin + tl.arange(0, BLOCK)
         inside = d < width
+        w = tl.load(proj + e[:, None] * width + d[None, :], mask=inside[None, :], other=0.0)
+        s = tl.load(scale + d, mask=inside, other=0.0).to(tl.float32)
+        if begin == 0:  # no kernel writes weights: only x must be waited for
+            ready(HOPPER)
         a = tl.load(x + row.to(tl.int64)[:, None] * width + d[None, :], mask=live[:, None] & inside[None, :], other=0.0)
-        b = tl.load(proj + e[:, None] * width + d[None, :], mask=inside[None, :], other=0.0)
         wide = a.to(tl.float32)
         squares += tl.sum(wide * wide, axis=1)
-        a = (wide * tl.load(scale + d, mask=inside, other=0.0).to(tl.float32)[None, :]).to(b.dtype)
-        acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+        acc = tl.dot(w, tl.trans((wide * s[None, :]).to(w.dtype)), acc, input_precision="ieee")
     place = which.to(tl.int64) * rows + row
     tl.store(square + place, squares, mask=live)
-    tl.store(part + place[:, None] * E + e[None, :], acc, mask=live[:, None])
+    tl.store(part + place[:, None] * E + e[None, :], tl.trans(acc), mask=live[:, None])
 
 
 @triton.jit(do_not_specialize=["rows", "parts"])
@@ -99,12 +110,12 @@ def route(
     per_expert_scale: Tensor,
     top_k: int,
     eps: float,
-    blocks: Blocks = BLOCKS,
+    blocks: Blocks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `fused.route`."""
     x, proj = x.contiguous(), proj.contiguous()
     (rows, width), experts = x.shape, proj.shape[0]
-    b = blocks
+    b = blocks or blocks_for(rows)
     parts = triton.cdiv(width, b.part)
     part = torch.empty(parts, rows, experts, dtype=torch.float32, device=x.device)
     square = torch.empty(parts, rows, dtype=torch.float32, device=x.device)

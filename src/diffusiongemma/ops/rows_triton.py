@@ -21,21 +21,33 @@ MANY = 512  # rows
 
 
 @triton.jit
-def quantize_kernel(x, q, scale, D: tl.constexpr, WIDTH: tl.constexpr, HOPPER: tl.constexpr):
-    """x [N, D] -> q [N, D], scale [N]"""
-    ready(HOPPER)
-    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
-    wide = tl.load(x + row * D + at, mask=at < D, other=0.0).to(tl.float32)
-    s = tl.max(tl.abs(wide)) / 448.0
-    s = tl.where(s < 1.1754943508222875e-38, 1.0, s)
+def fp8_scale(top):
+    """The scale of numbers of which the largest is `top`"""
+    s = top / 448.0
+    return tl.where(s < 1.1754943508222875e-38, 1.0, s)
+
+
+@triton.jit
+def to_fp8(wide, s, HOPPER: tl.constexpr):
+    """float32 numbers / s as fp8"""
     if HOPPER:
         back = tl.div_rn(1.0, s)
         near = wide * back
         near = tl.fma(tl.fma(-near, s, wide), back, near)
     else:  # the interpreter's fma rounds twice
         near = tl.div_rn(wide, s)
+    return near.to(tl.float8e4nv)
+
+
+@triton.jit
+def quantize_kernel(x, q, scale, D: tl.constexpr, WIDTH: tl.constexpr, HOPPER: tl.constexpr):
+    """x [N, D] -> q [N, D], scale [N]"""
+    ready(HOPPER)
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    wide = tl.load(x + row * D + at, mask=at < D, other=0.0).to(tl.float32)
+    s = fp8_scale(tl.max(tl.abs(wide)))
     tl.store(scale + row, s)
-    tl.store(q + row * D + at, near.to(tl.float8e4nv), mask=at < D)
+    tl.store(q + row * D + at, to_fp8(wide, s, HOPPER), mask=at < D)
 
 
 def quantize_rows(x: Tensor, warps: int | None = None) -> Rows:

@@ -31,6 +31,8 @@ class Tile:
     registers: int = 0  # that a thread may have; 0: as the compiler likes
     half: bool = False  # an expert with few rows takes a tile of half as many
     turns: int = 1  # groups of 4-bit weights that one turn of the loop takes, if they divide
+    more: int = 0  # rows beyond T that an expert's block may have, as a small product of their own beside the other
+    ask: bool = False  # first ask for the whole tile of the weight: pieces of short rows come slowly one by one
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Shape:
 
 
 def _measured() -> dict[str, Tile]:
-    """The experts of the 26B-A4B on an H200: `scripts/bench_kernels.py --tune`, microseconds beside them."""
+    """The experts of the 26B-A4B on an H200: `scripts/tune_experts.py`, microseconds beside them."""
     up, down = "gated × 128 2816 -> 704", "plain × 128 704 -> 2816"
     return {
         f"bf16 {up}, 16 rows": Tile(16, 64, 4, 6),  # 20.4 (one token)
@@ -61,6 +63,12 @@ def _measured() -> dict[str, Tile]:
         f"fp8 {up}, 32 rows": Tile(32, 64, 4, 5),  # 128.5
         f"fp8 {down}, 16 rows": Tile(16, 64, 4, 6),  # 7.4
         f"fp8 {down}, 32 rows": Tile(32, 64, 4, 6),  # 72.1
+        f"fp8 {up}, 64 rows": Tile(64, 64, 4, 3, half=True),  # 207.9 (2,048 tokens, as all below)
+        f"fp8 {up}, 128 rows": Tile(128, 64, 4, 3, half=True),  # 189.4
+        f"fp8 {up}, 160 rows": Tile(128, 64, 4, 3, more=32),  # 171.6
+        f"fp8 {down}, 64 rows": Tile(64, 128, 4, 6, half=True),  # 153.8
+        f"fp8 {down}, 128 rows": Tile(128, 128, 4, 6, half=True),  # 136.0
+        f"fp8 {down}, 160 rows": Tile(128, 128, 4, 4, more=32),  # 123.1
         f"pairs {up}, 16 rows": Tile(16, 64, 4, 4, turns=2),  # 14.0
         f"pairs {up}, 32 rows": Tile(32, 64, 4, 6, half=True),  # 79.1
         f"pairs {down}, 16 rows": Tile(16, 128, 4, 6),  # 5.6
@@ -87,10 +95,19 @@ def step_of(fmt: Format, inputs: int) -> int:
 
 
 def block_rows(pairs: int, experts: int, fmt: Format | None = None) -> int:
-    """Rows of an expert's block: enough that most experts need one, up to 128; of 4-bit weights, whose sums take twice
-    the registers, up to 64."""
+    """Rows of an expert's block: enough that nearly all experts need one, for a second block reads the weights once
+    more. In fp8 a tile of 128 rows may have a quarter more beside it (measured there only). 4-bit weights, whose sums
+    take twice the registers, have at most 64."""
     mean = pairs / experts
-    return 16 if mean <= 4 else 32 if mean <= 20 else 64 if mean <= 44 or fmt == "pairs" else 128
+    if mean <= 44 or fmt == "pairs":
+        return 16 if mean <= 4 else 32 if mean <= 20 else 64
+    return 160 if mean > 100 and fmt == "fp8" else 128
+
+
+def split(rows: int) -> tuple[int, int]:
+    """Rows of a block -> T, a power of two, and how many more there are beside it"""
+    whole = 1 << (rows.bit_length() - 1)
+    return whole, rows - whole
 
 
 def choose(shape: Shape, limit: int) -> Tile:
@@ -105,7 +122,7 @@ def shared_bytes(shape: Shape, tile: Tile) -> int:
     """About what a tile takes: `stages` steps of weight and x."""
     step = step_of(shape.format, shape.inputs) * (tile.turns if shape.format == "pairs" else 1)
     weight = tile.outputs * (1 + shape.gated) * step * _WEIGHT_BITS[shape.format] // 8
-    x = tile.rows * step * (1 if shape.format in ("fp8", "pairs") else 2)
+    x = (tile.rows + tile.more) * step * (1 if shape.format in ("fp8", "pairs") else 2)
     return tile.stages * (x + weight) + 4096
 
 
@@ -113,13 +130,15 @@ def candidates(shape: Shape) -> list[Tile]:
     """Tiles worth trying, the rule's choice first; the last one fits any card."""
     if shape.format == "pairs":
         return _pair_tiles(shape)
+    more = split(shape.rows)[1] if shape.experts else 0
     found = []
     for rows, outputs in _sizes(shape):
         for warps in (4, 8) if rows <= 32 or outputs == 64 or shape.format == "fp8" else (8, 4):
-            sums = rows * outputs * (1 + shape.gated) // (32 * warps)  # that one thread holds
-            if sums <= 128 and (warps == 4 or outputs > 64):
-                found += [Tile(rows, outputs, warps, stages) for stages in _stages(shape, rows, outputs)]
-    return [*found, Tile(min(tile.rows for tile in found), 64, 4, 2)]
+            sums = (rows + more) * outputs * (1 + shape.gated) // (32 * warps)  # that one thread holds
+            if sums <= (160 if more and warps == 8 else 128) and (warps == 4 or outputs > 64 or rows > 64):
+                tiles = [Tile(rows, outputs, warps, stages, more=more) for stages in range(2, 10)]
+                found += _deep(shape, tiles)
+    return [*found, Tile(min(tile.rows for tile in found), 64, 8 if more else 4, 2, more=more)]
 
 
 def _pair_tiles(shape: Shape) -> list[Tile]:
@@ -134,10 +153,10 @@ def _pair_tiles(shape: Shape) -> list[Tile]:
 def _sizes(shape: Shape) -> list[tuple[int, int]]:
     """Rows and outputs of a tile, the best guess first."""
     if shape.experts:
-        # The second product is short in K, so that larger tiles pay for starting up. With many rows they always pay,
-        # but for fp8's second product, which holds two sums.
-        large = not shape.gated if shape.rows <= 64 else shape.gated or shape.format != "fp8"
-        return [(shape.rows, outputs) for outputs in ((128, 64) if large else (64, 128))]
+        # The second product is short in K, so that larger tiles pay for starting up. With many rows they always pay:
+        # what limits is the way from the L2 cache, and each tile reads all rows again.
+        large = shape.rows > 64 or not shape.gated
+        return [(split(shape.rows)[0], outputs) for outputs in ((128, 64) if large else (64, 128))]
     fitting = max(16, min(128, 1 << (shape.rows - 1).bit_length()))
     if fitting <= 32:  # the weight is all there is to read: the more programs read, the better
         return [(fitting, 64), (fitting, 128)]
@@ -151,12 +170,14 @@ def _badness(shape: Shape, rows: int, outputs: int) -> float:
     return -(-programs // 132) * (rows * outputs + 2048 * (rows != 128) + 2048 * (outputs != 128))
 
 
-def _stages(shape: Shape, rows: int, outputs: int) -> list[int]:
-    """As many as let two programs share a multiprocessor, or one of many rows fill it; then one less, one more."""
-    budget = (112 if rows <= 64 else 216) << 10
-    fitting = [n for n in range(2, 9) if shared_bytes(shape, Tile(rows, outputs, 4, n)) <= budget]
-    deep = fitting[-1] if fitting else 2
-    return [n for n in (deep, deep - 1, deep + 1, deep - 2) if n >= 2]
+def _deep(shape: Shape, tiles: list[Tile]) -> list[Tile]:
+    """Of tiles with 2, 3, … stages those with as many as let two programs share a multiprocessor, or a large one fill
+    it; then one less, one more, two less."""
+    first = tiles[0]
+    alone = first.rows + first.more > 64 and (first.warps == 8 or not shape.experts)
+    budget = (216 if alone else 112) << 10
+    deep = sum(shared_bytes(shape, tile) <= budget for tile in tiles[:-1]) or 1
+    return [tiles[n - 1] for n in (deep, deep - 1, deep + 1, deep - 2) if n >= 1]
 
 
 def tune(shape: Shape, measure: Callable[[Tile], float], limit: int, tiles: Iterable[Tile] | None = None) -> Tile:
