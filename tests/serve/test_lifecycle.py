@@ -31,8 +31,8 @@ def name_of(url: str) -> str:
 
 
 def test_ready_within_seconds() -> None:
-    """4.2 s were seen here beside other work; the goal is 5. A busier machine computes slower, so there is room, and
-    the time that it computed counts as well."""
+    """The goal is 5 s. On a machine that others use as well, the seconds that it computed are what it can answer for:
+    3.8 to 4.3 were seen here beside eight busy programs."""
     began = time.monotonic()
     with process(model=EMBEDDED) as (started, url):
         wait_ready(url)
@@ -40,7 +40,7 @@ def test_ready_within_seconds() -> None:
         ticks = os.sysconf("SC_CLK_TCK")
         used = Path(f"/proc/{started.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
         computed = sum(map(int, used)) / ticks
-        assert min(seconds, computed) < 10, f"{seconds:.1f} s, of which {computed:.1f} s were computing"
+        assert min(seconds, computed) < 5, f"{seconds:.1f} s, of which {computed:.1f} s were computing"
         assert httpx.post(f"{url}/v1/completions", json={"model": name_of(url)} | FINE, timeout=20).status_code == 200
         started.send_signal(signal.SIGINT)
         assert started.wait(20) == 0

@@ -49,8 +49,9 @@ def test_another_candidate_can_be_chosen(studio: Seen) -> None:
     candidates = [
         {"seed": seed, "holes": None if text is None else [text], "score": score, "finish_reason": reason}
         for seed, text, score, reason in (
-            (8, "1", -0.1, "stop"),
+            (8, "1", -0.001, "stop"),
             (7, "one", -2.0, "length"),
+            (9, "1", -0.001, "stop"),
             (23, "2", -0.2, "stop"),
             (24, None, None, "stop"),
         )
@@ -67,7 +68,7 @@ def test_another_candidate_can_be_chosen(studio: Seen) -> None:
     assert output.evaluate("(node) => node.textContent") == "a = 1\nb = 2\n"
     found = page.locator(".candidate")
     assert [one.replace("\n", " ") for one in found.all_inner_texts()] == [
-        "1 hole 1 · score −0.10",
+        "1 hole 1 · score 0.00 · 2 times",
         "one hole 1 · score −2.00 · cut off",
         "2 hole 2 · score −0.20",
     ]

@@ -46,6 +46,9 @@ def run(
     log_file: Annotated[Path | None, typer.Option(help="Instead of stderr.", rich_help_panel=_LOGS)] = None,
 ) -> None:
     """Serve a model: the OpenAI API under /v1, the studio at /, figures at /metrics."""
+    from diffusiongemma.serve import startup
+
+    startup.begin()
     try:
         from diffusiongemma.serve.server import run as serve
         from diffusiongemma.serve.settings import Settings, read_keys

@@ -4,9 +4,7 @@
 Here nothing counts but how soon the weights are read. So there are no tensor cores, which would want 16 rows; no
 routing, since a pair of token and expert reads its expert by itself; and no pass that rounds activations, which stay
 bfloat16 and are summed in float32. Many programs take a few rows of the weight each. The second product of the experts
-goes over a token's experts in order, so that their sum needs no pass either: two launches instead of five. What weights
-a program will read is known before the kernel before it has ended, so they are on their way from the card's memory to
-its cache by then: small kernels in between leave the memory idle.
+goes over a token's experts in order, so that their sum needs no pass either: two launches instead of five.
 
 Legend: K inputs, O outputs, N rows (tokens), k experts a token, R rows of the weight a program reads, G a group.
 """
@@ -23,13 +21,10 @@ from torch import Tensor
 from diffusiongemma.ops.early_triton import ready, run
 from diffusiongemma.ops.fused import Rows
 from diffusiongemma.ops.int4_triton import nibbles
-from diffusiongemma.ops.kernels import interpreted
 from diffusiongemma.ops.product_triton import outputs_of
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.tiles import format_of
 
-FETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")  # asks for a line, and does not wait for it
-EARLY = True  # weights are asked for before the kernel before has ended
 FEW = 4  # tokens: with more, several read the same expert, which a routing notices
 
 
@@ -38,54 +33,24 @@ class Piece:
     outputs: int  # of a program; of pairs, how many bytes' rows
     step: int  # inputs that one turn of the loop takes
     warps: int
-    stages: int  # turns whose weights are on their way through shared memory; 1: all turns', into registers
-
-
-@triton.jit
-def weight_lines(index, first, tile, E: tl.constexpr, K: tl.constexpr, O: tl.constexpr, SLOTS: tl.constexpr,
-                 FORMAT: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr, BO: tl.constexpr,
-                 BYTES: tl.constexpr):  # fmt: skip
-    """Where in the weights the bytes of one program lie, every 128th: [expert, run, line]; index: of E experts"""
-    PAIRS: tl.constexpr = FORMAT == "pairs"
-    # A run is some rows of one group; or some rows of the weight, and of a gated one as many of its other half.
-    RUN: tl.constexpr = BO * GROUP if PAIRS else BO * K * BYTES
-    RUNS: tl.constexpr = K // GROUP if PAIRS else 2 if GATED else 1
-    STRIDE: tl.constexpr = 64 * GROUP if PAIRS else O * K * BYTES
-    BLOCKS: tl.constexpr = O // (64 if GATED else 128) if PAIRS else 1  # of so many runs, one behind the other
-    EACH: tl.constexpr = BLOCKS * RUNS * STRIDE  # bytes of an expert
-    PER: tl.constexpr = 64 // BO if PAIRS else (O + BO - 1) // BO  # programs of a block
-    start = tile // PER * (RUNS * STRIDE) + tile % PER * RUN
-    LINES: tl.constexpr = (RUN + 127) // 128
-    ALL: tl.constexpr = SLOTS * RUNS * LINES
-    i = tl.minimum(tl.arange(0, triton.next_power_of_2(ALL)), ALL - 1)
-    at = (i // LINES % RUNS * STRIDE + start + i % LINES * 128).to(tl.int64)
-    if index is not None:  # before the wait, but as old as the product before: this is a hint, which may be wrong
-        expert = tl.load(index + first + i // (LINES * RUNS)).to(tl.int64)
-        at += tl.minimum(tl.maximum(expert, 0), E - 1) * EACH
-    return tl.minimum(at, E * EACH - 1)
+    stages: int
 
 
 @triton.jit
 def few_kernel(x, x_scale, w, w_scale, index, share, out, K: tl.constexpr, O: tl.constexpr, TOP_K: tl.constexpr,
                FORMAT: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr, ROUTED: tl.constexpr,
-               BO: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, E: tl.constexpr, BYTES: tl.constexpr,
-               EARLY: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
+               BO: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
     """w of [E, O or 2 O, K]. ROUTED "no": x [N, K] -> out [N, O]. "in": x [N, K], index [N, k] -> a row a pair
     [N k, O]. "out": x [N k, K] -> out [N, O], sums over a token's pairs times share [N, k]."""
+    ready(HOPPER)
     MADE: tl.constexpr = BO * (2 if FORMAT == "pairs" and not GATED else 1)  # outputs of a program
     TILES: tl.constexpr = (O + MADE - 1) // MADE
     ROWS: tl.constexpr = 2 * O if GATED else O
     SLOTS: tl.constexpr = TOP_K if ROUTED == "out" else 1
     STEPS: tl.constexpr = (K + STEP - 1) // STEP
-    UNROLL: tl.constexpr = SLOTS * STEPS if STAGES == 1 else None
     p = (tl.program_id(0) // TILES).to(tl.int64)
     tile = tl.program_id(0) % TILES
     row = p // TOP_K if ROUTED == "in" else p * SLOTS
-    if EARLY and ROUTED != "in":
-        at = weight_lines(index, row, tile, E, K, O, SLOTS, FORMAT, GROUP, GATED, BO, BYTES)
-        address = (w.to(tl.pointer_type(tl.int8), bitcast=True) + at).to(tl.int64)
-        tl.inline_asm_elementwise(FETCH, "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1)
-    ready(HOPPER)
     expert = tl.full((), 0, tl.int64)
     if ROUTED == "in":
         expert += tl.load(index + p)
@@ -122,21 +87,19 @@ def few_kernel(x, x_scale, w, w_scale, index, share, out, K: tl.constexpr, O: tl
         c, r = tl.arange(0, STEP), tl.arange(0, R)
         o = tile * BO + r % BO
         line = tl.minimum(o, O - 1) + r // BO * O  # of the weight
-        # Without stages nothing shall go through shared memory, so each thread reads what it needs of x.
-        wide = c[None, :] + (0 * r[:, None] if STAGES == 1 else 0)
         total = tl.zeros((R, STEP), tl.float32)
-        for i in tl.range(0, SLOTS * STEPS, num_stages=STAGES, loop_unroll_factor=UNROLL):
+        for i in tl.range(0, SLOTS * STEPS, num_stages=STAGES):
             slot, k = i // STEPS, i % STEPS * STEP
-            ok = (c < K - k)[None, :]
-            v = tl.load(x + (row + slot) * K + k + wide, mask=ok, other=0.0).to(tl.float32)
+            ok = c < K - k
+            v = tl.load(x + (row + slot) * K + k + c, mask=ok, other=0.0).to(tl.float32)
             if ROUTED == "out":
                 expert = tl.load(index + row + slot).to(tl.int64)
                 v *= tl.load(share + row + slot)
-            numbers = tl.load(w + (expert * ROWS + line)[:, None] * K + (k + c)[None, :], mask=ok, other=0.0)
+            numbers = tl.load(w + (expert * ROWS + line)[:, None] * K + (k + c)[None, :], mask=ok[None, :], other=0.0)
             numbers = numbers.to(tl.float32)
             if ROUTED == "out" and w_scale is not None:
                 numbers *= tl.load(w_scale + expert * ROWS + line)[:, None]
-            total += numbers * v
+            total += numbers * v[None, :]
         sums = tl.sum(total, axis=1)
         if ROUTED != "out" and w_scale is not None:
             sums *= tl.load(w_scale + expert * ROWS + line)
@@ -188,8 +151,7 @@ def few(x: Rows, w: Tensor, w_scale: Tensor | None = None, *, gated: bool = Fals
         few_kernel, rows * triton.cdiv(width, made), values, x.scale, w, w_scale, index, share, out, K=inputs, O=width,
         TOP_K=1 if index is None else index.shape[1], FORMAT=fmt, GROUP=group, GATED=gated,
         ROUTED="no" if index is None else "in" if share is None else "out", BO=piece.outputs,
-        STEP=max(piece.step, group), STAGES=piece.stages, E=1 if index is None else w.shape[0],
-        BYTES=w.element_size(), EARLY=EARLY and not interpreted(), num_warps=piece.warps,
+        STEP=max(piece.step, group), STAGES=piece.stages, num_warps=piece.warps,
     )  # fmt: skip
     return out
 

@@ -101,25 +101,15 @@ def _head_kernel(
         inverse = 1.0 / tl.load(temperature + row, mask=live, other=1.0)[:, None]
         zero = reference(inverse, CAP, FIXED)
         z = _capped(raw, inverse, CAP)
-        held = tl.full((BLOCK_N,), -1, tl.int32)
-        sets = tl.full((BLOCK_N,), -1, tl.int32)
-        if PINS:
-            held = tl.load(pin + row, mask=live, other=-1)
         if BANS:
-            sets = tl.load(banned_set + row, mask=live, other=-1)
-        if PINS or BANS:  # noqa: SIM102 (one is known when compiling, the other not)
-            # Whether there are rules is asked here and not when compiling: another kernel would round differently, and
-            # the rules of one row would show in the bits of its neighbours. Most blocks of rows have none.
-            if tl.max(tl.maximum(held, sets)) >= 0:
-                if BANS:
-                    word = tile * (BLOCK_V // 32) + tl.arange(0, BLOCK_V // 32)[None, :]
-                    listed = (sets >= 0)[:, None] & (word < words)
-                    some = tl.load(banned + sets[:, None] * words + word, mask=listed, other=0)
-                    if tl.max(tl.where(some != 0, 1, 0)) > 0:  # most tiles have no banned token
-                        z = _bar(z, token[None, :], sets[:, None], banned, words)
-                if PINS:
-                    only = tl.where(token[None, :] == held[:, None], zero, NEVER)
-                    z = tl.where((held >= 0)[:, None], only, z)
+            sets = tl.load(banned_set + row, mask=live, other=-1)[:, None]
+            word = tile * (BLOCK_V // 32) + tl.arange(0, BLOCK_V // 32)[None, :]
+            some = tl.load(banned + sets * words + word, mask=(sets >= 0) & (word < words), other=0)
+            if tl.max(tl.where(some != 0, 1, 0)) > 0:  # most tiles have no banned token
+                z = _bar(z, token[None, :], sets, banned, words)
+        if PINS:
+            held = tl.load(pin + row, mask=live, other=-1)[:, None]
+            z = tl.where(held >= 0, tl.where(token[None, :] == held, zero, NEVER), z)
         z = tl.where(token[None, :] < vocab, z, NEVER)
         top = tl.max(z, axis=1)
         at = tl.min(tl.where(z == top[:, None], token[None, :], vocab), axis=1)  # less than a maximum with its place

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -32,16 +33,17 @@ from diffusiongemma.serve.route import GET_RESPONSES
 from diffusiongemma.serve.security import Shield
 
 log = logging.getLogger(__name__)
+ROUTERS = (chat.router, completions.router, canvas.router)
 STUDIO = Path(__file__).parent / "studio"
 ABOUT = "The OpenAI API over DiffusionGemma, with the canvas while it settles, holes and edits. See docs/api.md."
 
 
-def build_app(state: ServerState, on_load_error: Callable[[], None] = lambda: None) -> ASGIApp:
-    """`on_load_error`: called when the model cannot be loaded; `state.load_error` has the reason."""
+def build_app(state: ServerState, on_loaded: Callable[[], None] = lambda: None) -> ASGIApp:
+    """`on_loaded`: called when the model is there or cannot be loaded; `state.load_error` has the reason."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        loading = asyncio.create_task(_load(state, on_load_error))
+        loading = asyncio.create_task(_load(state, on_loaded))
         yield
         loading.cancel()
         await asyncio.to_thread(state.close)
@@ -51,13 +53,14 @@ def build_app(state: ServerState, on_load_error: Callable[[], None] = lambda: No
         redoc_url=None, openapi_url=None, redirect_slashes=False,
     )  # fmt: skip
     app.state.server = state
-    for module in (chat, completions, canvas):
-        app.include_router(module.router)
+    for router in ROUTERS:
+        app.include_router(router)
     _add_models(app)
     _add_health(app)
     _add_pages(app, bool(state.settings.keys))
     _add_errors(app)
-    paths = frozenset({*app.openapi()["paths"], "/", "/docs", "/docs.css", "/openapi.json"})
+    routes = [*app.routes, *(route for router in ROUTERS for route in router.routes)]
+    paths = frozenset(route.path for route in routes if isinstance(route, APIRoute))
     inner: ASGIApp = app
     if state.settings.cors_origins:
         inner = CORSMiddleware(
@@ -67,13 +70,13 @@ def build_app(state: ServerState, on_load_error: Callable[[], None] = lambda: No
     return AccessLog(Shield(inner, state.settings), state.metrics, paths)
 
 
-async def _load(state: ServerState, on_error: Callable[[], None]) -> None:
+async def _load(state: ServerState, on_loaded: Callable[[], None]) -> None:
     try:
         state.serve(await asyncio.to_thread(state.load))
         log.info("ready", extra={"fields": {"model": state.model_name}})
     except Exception as error:
         state.load_error = error
-        on_error()
+    on_loaded()
 
 
 def _add_models(app: FastAPI) -> None:

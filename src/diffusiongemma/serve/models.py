@@ -10,8 +10,8 @@ from diffusiongemma.serve.schema import Diffusion
 from diffusiongemma.text.fim import FimTokens
 
 EMBEDDED = (
-    "The embedded model: Sudoku, holes in Python code, SVG icons, a little arithmetic. It is no assistant and knows "
-    "nothing of the world."
+    "The embedded model: Sudoku, games with digits, holes in Python, SVG icons. No assistant: it knows nothing of the "
+    "world."
 )
 RANDOM = "Random weights, for trials: it writes noise."
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import uvicorn
 
 from diffusiongemma.errors import ConfigError
-from diffusiongemma.serve import logs
+from diffusiongemma.serve import logs, startup
 from diffusiongemma.serve.app import build_app
 from diffusiongemma.serve.lifecycle import ServerState
 from diffusiongemma.serve.protocol import limited
@@ -22,10 +23,11 @@ SEND_BUFFER = 64 << 10
 class Server(uvicorn.Server):
     """The first signal drains and ends the server, a second one ends it at once."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, on_loaded: Callable[[], None] = lambda: None) -> None:
         self.state = ServerState(settings)
+        self._on_loaded = on_loaded
         self._loop: asyncio.AbstractEventLoop | None = None
-        app: Any = build_app(self.state, self.stop)
+        app: Any = build_app(self.state, self._loaded)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -48,6 +50,11 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
+
+    def _loaded(self) -> None:
+        self._on_loaded()
+        if self.state.load_error is not None:
+            self.stop()
 
     def stop(self) -> None:
         """From any thread."""
@@ -78,7 +85,7 @@ def bind(settings: Settings) -> socket.socket:
 
 def run(settings: Settings) -> None:
     """Serve until a signal comes. A model that cannot be loaded raises its error."""
-    server = Server(settings)
+    server = Server(settings, startup.done)
     logs.set_up(settings.log_json, settings.log_file, server.state.metrics)
     listener = bind(settings)
     port = listener.getsockname()[1]

@@ -8,11 +8,12 @@ import { Options, fieldsOf, only } from "./options.js";
 import { Task, partsOf } from "./task.js";
 import { Timeline } from "./timeline.js";
 
+// What the embedded model gets right: 12 of 12 of each kind of game when the chips were chosen. Sums it does not.
 const LEARNED = [
-  "sort 9514203867", "reverse 83142", "max 12 905 77", "7 * 8 =", "12 + 30 =", "SVG icon\nbell, outline",
+  "sort 47195406", "reverse 2241549", "max 60 180 4", "2614 ? 865", "SVG icon\nbell, outline",
 ];
 const GENERAL = ["Why is the sky blue?", "Write a haiku about noise.", "Explain diffusion in two sentences."];
-const SUMS_CANVAS = 24; // what the embedded model learned sums in
+const DIGITS_CANVAS = 24; // what the embedded model learned games with digits in
 
 export function startChat() {
   const panel = $("#panel-chat"), form = $("#chat-form"), input = $("#chat-input"), log = $("#chat-log");
@@ -71,7 +72,8 @@ function about() {
   const { id, abilities } = link.model;
   if (isEmbedded()) {
     return `${id} is no chat model. It learned four things: Sudoku, holes in Python and icons, each in a tab of its `
-      + "own, and here games with digits and small sums, which it often gets wrong. Each message stands alone.";
+      + "own, and here games with digits: sort, reverse, max, compare (?). Sums it mostly gets wrong. Each message "
+      + "stands alone.";
   }
   if (!abilities.chat) return `${id} has no chat template: it continues your text.`;
   return `${id} answers. A block of text starts as noise and settles, all positions at once.`;
@@ -79,7 +81,7 @@ function about() {
 
 function canvasFor(text) {
   if (!isEmbedded() || /^(SVG icon|Sudoku)\n/.test(text)) return {};
-  return { canvas: Math.min(SUMS_CANVAS, link.model.canvas_length) };
+  return { canvas: Math.min(DIGITS_CANVAS, link.model.canvas_length) };
 }
 
 /** One answer in the log. */

@@ -183,11 +183,12 @@ class Filling {
     const { result, usage } = this.recording;
     const whole = (one) => one.holes.length === this.holes.length; // else it is of one hole alone
     const refreshers = [];
-    const items = result.candidates.filter((one) => one.holes !== null).map((one) => {
-      const first = whole(one) ? 0 : Math.floor((one.seed - usage.diffusion.seed) / SEEDS_A_HOLE);
+    const place = (one) => (whole(one) ? 0 : Math.floor((one.seed - usage.diffusion.seed) / SEEDS_A_HOLE));
+    const items = [...alike(result.candidates.filter((one) => one.holes !== null), place)].map(([one, times]) => {
+      const first = place(one);
       const facts = dotted(
-        !whole(one) && `hole ${first + 1}`, `score ${figure(one.score, 2).replace("-", "−")}`,
-        one.finish_reason === "length" && "cut off",
+        !whole(one) && `hole ${first + 1}`, `score ${score(one.score)}`,
+        one.finish_reason === "length" && "cut off", times > 1 && `${times} times`,
       );
       const button = el(
         "button", { type: "button", class: "candidate" },
@@ -209,3 +210,16 @@ class Filling {
     this.candidates.hidden = items.length < 2;
   }
 }
+
+/** Candidates that say the same in the same place, once each, with how often they came; the first has the best score. */
+function alike(candidates, place) {
+  const found = new Map();
+  for (const one of candidates) {
+    const key = JSON.stringify([place(one), one.holes]);
+    found.set(key, [found.get(key)?.[0] ?? one, (found.get(key)?.[1] ?? 0) + 1]);
+  }
+  return found.values();
+}
+
+/** A mean log-probability; one that rounds to nothing has no sign. */
+const score = (value) => figure(value, 2).replace(/^-(?=0\.00$)/, "").replace("-", "−");
