@@ -238,7 +238,7 @@ def bits(name: str, model: DiffusionGemma) -> None:
     }
     count = 1 if TINY else 3  # the interpreter takes half a minute for each
     for warm in (True,) if TINY else (True, False):
-        lane = Lane(runner.network, runner.recorder, 4, width, warm)
+        lane = Lane(runner.network, runner.recorder, 4, width, warm, ruled=True)
         alone = step_bits(lane, rows[:1], {}, count)
         for company, (others, rules) in companies.items():
             steps = enumerate(zip(alone, step_bits(lane, others, rules, count), strict=True))
@@ -287,7 +287,7 @@ def small(kind: str | None) -> None:
     if not TINY:  # the interpreter has neither graphs nor streams
         made["eager"] = run_all(model, runner(exact=True, graphs=False), asked)
         check(f"{name}: graph against eager", made["exact"] == made["eager"])
-        made["overlap"] = run_all(model, runner(exact=True, overlap=("draw", "encode", "denoise")), asked)
+        made["overlap"] = run_all(model, runner(exact=True, overlap=()), asked)
         check(f"{name}: MLP beside the experts", made["exact"] == made["overlap"])
         made["waiting"] = run_all(model, runner(exact=True, ahead=False), asked)
         check(f"{name}: a step ahead and not", made["exact"] == made["waiting"])
@@ -491,14 +491,14 @@ class Large:
         if not TINY:
             part(f"{self.kind} profile", lambda: profile(lane.recorded(kind_of(lane, 1))))
 
-        def beside() -> None:
-            network.overlap = ("denoise",)
+        def after() -> None:
+            network.overlap, overlap = (), network.overlap
             other = Lane(network, runner.recorder, 1, width)
             seat(other, rows[:1])
-            step(1, "1 user, MLP beside the experts", other)
+            step(1, "1 user, MLP after the experts", other)
+            network.overlap = overlap
 
-        part(f"{self.kind} overlap", beside)
-        network.overlap = ()
+        part(f"{self.kind} overlap", after)
 
         def distant() -> None:
             row = runner.new_row(far + width)

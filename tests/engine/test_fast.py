@@ -189,7 +189,7 @@ def test_cold_canvases_step_apart_from_warm_ones() -> None:
             told(plain.submit(request, draws=BoardDraws(i))) for i, request in enumerate(asked)
         ]
         lanes = {place: lane.warm for place, lane in runner._lanes.items()}
-        assert lanes == {(16, True): True, (16, False): False}
+        assert lanes == {(16, True, False): True, (16, False, False): False}
 
 
 def test_a_card_with_memory_to_spare_encodes_more_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

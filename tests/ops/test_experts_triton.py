@@ -2,8 +2,6 @@ from ops.triton_cpu import DEVICE  # isort: skip
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 
 from diffusiongemma.ops import experts_triton, few_triton, int4
 from diffusiongemma.ops.experts import experts_reference, geglu
@@ -132,41 +130,3 @@ def test_a_graph_gives_what_a_plain_call_gives(fmt: str) -> None:
     for _ in range(3):
         graph.replay()
         assert torch.equal(out, expected)
-
-
-@triton.jit
-def _lines_kernel(index, out, TILE, E: tl.constexpr, K: tl.constexpr, O: tl.constexpr, SLOTS: tl.constexpr,
-                  FORMAT: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr, BO: tl.constexpr,
-                  BYTES: tl.constexpr, ALL: tl.constexpr):  # fmt: skip
-    at = few_triton.weight_lines(index, 0, TILE, E, K, O, SLOTS, FORMAT, GROUP, GATED, BO, BYTES)
-    tl.store(out + tl.arange(0, ALL), at)
-
-
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("fmt", ["fp8", "bf16", "pairs-64"])
-def test_weights_are_asked_for_where_they_are_read(fmt: str, gated: bool) -> None:
-    """Every byte that a program reads lies in a line that was asked for, and no line is beyond the weights."""
-    experts, inputs, outputs, slots, per_program, tile = 4, 256, 128, 2, 4, 3
-    w = kept(fmt, experts, outputs * (2 if gated else 1), inputs, gated=gated)[0].contiguous()
-    index = torch.tensor([2, 9], device=DEVICE)  # 9: not there yet, whatever it was; the last is fetched
-    out = torch.full((4096,), -1, dtype=torch.int64, device=DEVICE)
-    pairs, group = fmt.startswith("pairs"), w.shape[-1] if fmt.startswith("pairs") else 0
-    runs, run = (
-        (inputs // group, per_program * group) if pairs else (1 + gated, per_program * inputs * w.element_size())
-    )
-    lines = triton.next_power_of_2(slots * runs * -(-run // 128))
-    _lines_kernel[(1,)](
-        index, out, tile, E=experts, K=inputs, O=outputs, SLOTS=slots, FORMAT="pairs" if pairs else fmt, GROUP=group,
-        GATED=gated, BO=per_program, BYTES=w.element_size(), ALL=lines,
-    )  # fmt: skip
-    asked = {int(at) // 128 for at in out[:lines]}
-    assert max(asked) * 128 < w.nbytes
-    places = torch.arange(w.numel()).view(w.shape) * w.element_size()
-    for expert in (2, 3):
-        own = places[expert]
-        if pairs:  # [tiles, groups, 64 rows, group]
-            read = own.view(-1, inputs // group, 64, group)[0, :, tile * per_program : (tile + 1) * per_program]
-        else:
-            halves = own.view(1 + gated, outputs, inputs)
-            read = halves[:, tile * per_program : (tile + 1) * per_program]
-        assert {int(at) // 128 for at in read.flatten()} <= asked

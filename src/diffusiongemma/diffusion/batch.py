@@ -134,13 +134,15 @@ class Board:
 
     # ---- the device's side -------------------------------------------------------------------------------------------
 
-    def rules(self, rows: int, uniform: Tensor) -> Rules:
-        """uniform [B L] -> what the vocabulary end obeys; pins and sets are there even where no row has any, for the
-        bits of a row must not depend on what others ask for"""
+    def rules(self, rows: int, uniform: Tensor, ruled: bool = True) -> Rules:
+        """uniform [B L] -> what the vocabulary end obeys. Not `ruled`: no row has a pin or a banned token; the kernel
+        for that is another one, which is faster and rounds differently."""
         _, _, _, steps, _, _ = self.counts[:, :rows]
         remaining = (steps - self.step(rows)).float() / steps
         t_min, t_max = self.reals[0, :rows], self.reals[1, :rows]
         temperature = self._each(t_min + (t_max - t_min) * remaining)
+        if not ruled:
+            return Rules(temperature, uniform)
         return Rules(temperature, uniform, self.pin[:rows].flatten(), self.banned, self.banned_set[:rows].flatten())
 
     def draws(self, rows: int, vocab: int, source: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from diffusiongemma.diffusion import SeededDraws
 from diffusiongemma.diffusion.batch import unfit
 from diffusiongemma.engine.draw import DrawLane, drawable
 from diffusiongemma.engine.graphs import Recorder
-from diffusiongemma.engine.lane import Lane, is_warm
+from diffusiongemma.engine.lane import Lane, is_ruled, is_warm
 from diffusiongemma.engine.params import WIDTHS
 from diffusiongemma.engine.runner import Runner, default_chunk
 from diffusiongemma.engine.scheduler import Limits
@@ -31,7 +31,7 @@ from diffusiongemma.model.support import prepare, unsupported
 
 log = logging.getLogger(__name__)
 MOST_LANES = 8  # whose boards are kept
-Place = tuple[int, bool]  # a lane: the width of its canvases, and whether they are warm (`Lane`)
+Place = tuple[int, bool, bool]  # a lane: the width of its canvases, whether they are warm, and ruled (`Lane`)
 
 
 class FastRunner(Runner):
@@ -43,7 +43,7 @@ class FastRunner(Runner):
         *,
         graphs: bool = True,
         ahead: bool = True,
-        overlap: Seq[Overlap] = (),
+        overlap: Seq[Overlap] = ("draw", "encode", "denoise"),
     ) -> None:
         """`ahead`: launch a step before the one before it has been read. `overlap`: see `FusedNetwork`."""
         super().__init__(model)
@@ -63,10 +63,10 @@ class FastRunner(Runner):
     def new_row(self, max_length: int) -> CacheRow:
         return self.pool.new_row(max_length)
 
-    def lane(self, width: int, warm: bool = True) -> Lane:
-        place = (width, warm)
+    def lane(self, width: int, warm: bool = True, ruled: bool = False) -> Lane:
+        place = (width, warm, ruled)
         if place not in self._lanes:
-            self._lanes[place] = Lane(self.network, self.recorder, self.max_rows, width, warm, width in self._usual)
+            self._lanes[place] = Lane(self.network, self.recorder, self.max_rows, *place, width in self._usual)
         self._lanes[place] = self._lanes.pop(place)
         idle = [at for at, lane in self._lanes.items() if at[0] not in self._usual and not lane.flights]
         for old in idle[: max(0, len(self._lanes) - MOST_LANES)]:
@@ -125,7 +125,7 @@ class FastRunner(Runner):
             return None
         if not isinstance(sequence.draws, SeededDraws) or unfit(denoiser) is not None:
             return None
-        return len(canvas), is_warm(denoiser)
+        return len(canvas), is_warm(denoiser), is_ruled(denoiser)
 
 
 def choose_runner(model: DiffusionGemma, limits: Limits, kernels: bool | None = None) -> Runner:

@@ -55,12 +55,15 @@ class Lane:
         rows: int,
         width: int,
         warm: bool = True,
+        ruled: bool = False,
         usual: bool = True,
     ) -> None:
-        """`warm`: for canvases that are `is_warm`; others round differently, and have a lane of their own.
+        """`warm`: for canvases that are `is_warm`. `ruled`: for those with pins or banned tokens. Other kernels read
+        those, and round differently, so they have lanes of their own: who else is here must not show in a canvas.
         `usual`: canvases of this width are sure to come again."""
         config, device = network.config, network.device
-        self.network, self.recorder, self.width, self.warm, self.usual = network, recorder, width, warm, usual
+        self.network, self.recorder, self.width, self.warm = network, recorder, width, warm
+        self.ruled, self.usual = ruled, usual
         self.board = Board.empty(rows, width, config.hidden_size, config.vocab_size, network.dtype, device)
         self.offsets = torch.zeros(config.num_hidden_layers, rows, dtype=torch.int32, device=device)
         self.length = torch.zeros(rows, dtype=torch.int32, device=device)
@@ -146,7 +149,7 @@ class Lane:
         if kind not in self._steps:
             board = self.board
             changed = (board.tokens, board.soft, board.previous, board.counts, board.out)
-            name = f"{kind}{'' if self.warm else ', cold'}"
+            name = f"{kind}{'' if self.warm else ', cold'}{' with rules' if self.ruled else ''}"
             self._steps[kind] = self.recorder.record(name, partial(self.step, kind), changed)
         return self._steps[kind]
 
@@ -160,7 +163,7 @@ class Lane:
         batch = Batch(self.offsets[:, :rows], length, positions, new, kind.reach)
         hidden = network.denoise(board.tokens[:rows].flatten(), board.soft[:rows].flatten(0, 1), batch)
         uniform, noise = board.draws(rows, config.vocab_size, network.ops.draws)
-        rules = board.rules(rows, uniform)
+        rules = board.rules(rows, uniform, self.ruled)
         ends = (config.final_logit_softcapping, network.embed_scale)
         reading = network.ops.vocab_end(hidden, network.table, rules, *ends, coldest=WARM if self.warm else None)
         board.decide(rows, reading, noise)
@@ -210,6 +213,10 @@ class Lane:
     def certain_to_go_on(self) -> bool:
         """Is no canvas expected to be done with the step that is under way?"""
         return all(_goes_on(sequence, canvas) for sequence, canvas in self._seats)
+
+
+def is_ruled(denoiser: Denoiser) -> bool:
+    return bool(denoiser.constraints)
 
 
 def is_warm(denoiser: Denoiser) -> bool:
