@@ -128,6 +128,11 @@ def test_a_step_below_its_floor_is_not_believed() -> None:
     assert "the step" in (too_fast({"ms": 0.5 * floor, "floor_ms": floor}, work, H200) or "")
     experts = {"experts": 0.5e3 * work.part_seconds("experts", H200)}
     assert "experts" in (too_fast({"ms": 2 * floor, "floor_ms": floor, "parts": experts}, work, H200) or "")
+    beside = {
+        "experts": 1e3 * (work.part_seconds("experts", H200) + work.part_seconds("dense MLP", H200)),
+        "dense MLP": 0.0,
+    }
+    assert too_fast({"ms": 2 * floor, "floor_ms": floor, "parts": beside}, work, H200) is None
 
 
 def test_a_card_that_nobody_knows_is_measured() -> None:
