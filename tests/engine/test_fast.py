@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diffusiongemma.engine import End, Engine, Limits, Request, SamplingParams
+from diffusiongemma.engine import fast as fast_module
 from diffusiongemma.engine import runner as runner_module
 from diffusiongemma.engine.fast import FastRunner, choose_runner
 from diffusiongemma.engine.graphs import Recorder, Work
@@ -194,7 +195,7 @@ def test_cold_canvases_step_apart_from_warm_ones() -> None:
 
 def test_a_card_with_memory_to_spare_encodes_more_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     free: dict[str, int | None] = {"now": None}
-    monkeypatch.setattr(runner_module, "free_bytes", lambda device: free["now"])
+    monkeypatch.setattr(runner_module, "bytes_left", lambda device: free["now"])
     device = torch.device("cpu")
     assert default_chunk(device) == 512  # no card
     free["now"] = 7 << 30
@@ -277,3 +278,20 @@ def test_a_width_that_may_never_come_again_is_recorded_late(width: int, steps: i
         params = SamplingParams.build(max_new_tokens=width, canvas=width, steps=steps, early_stop=False, seed=1)
         assert len(list(engine.submit(Request((5, 6, 7), params)))) >= steps
     assert len([name for name in names if name.startswith("a step")]) == recorded
+
+
+def test_a_lane_is_kept_while_its_canvases_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a canvas has come to lies on its lane's board alone: another width must not cost it that."""
+    monkeypatch.setattr(fast_module, "MOST_LANES", 1)
+    asked = [
+        Request((5, 6, 7), SamplingParams.build(max_new_tokens=width, canvas=width, steps=6, early_stop=False, seed=i))
+        for i, width in enumerate((5, 7, 9))
+    ]
+    with fast_engine(ahead=False) as engine, plain_engine() as plain:
+        handles = [engine.submit(request) for request in asked]
+        assert [told(handle) for handle in handles] == [
+            told(plain.submit(request, draws=BoardDraws(i))) for i, request in enumerate(asked)
+        ]
+        runner = engine.scheduler.runner
+        assert isinstance(runner, FastRunner)
+        assert len(runner._lanes) == 1  # and no longer than that

@@ -25,7 +25,7 @@ import sys
 from diffusiongemma.cli import serve  # the command's own module, as the command line loads it
 from diffusiongemma.serve import startup
 assert "torch" not in sys.modules and "fastapi" not in sys.modules
-startup.begin()
+startup.quick().__enter__()
 import fastapi.openapi.utils as utils
 built = []
 utils.get_openapi = lambda **given: built.append(given)
@@ -49,20 +49,24 @@ def test_nothing_slow_is_imported_before_the_server_is_ready() -> None:
 
 
 def test_threads_sleep_and_the_collector_rests_until_the_model_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(startup.WAIT_POLICY, raising=False)
+    monkeypatch.setenv(startup.WAIT_POLICY, "")  # so that it is put back in the end
+    monkeypatch.delenv(startup.WAIT_POLICY)
     monkeypatch.setattr(gc, "freeze", lambda: None)  # it cannot be undone here
-    try:
-        startup.begin()
+    with startup.quick():
         assert os.environ[startup.WAIT_POLICY] == "passive"
         assert not gc.isenabled()
         startup.done()
         assert gc.isenabled()
-    finally:
-        gc.enable()
     monkeypatch.setenv(startup.WAIT_POLICY, "active")  # what the user said
-    startup.begin()
-    startup.done()
+    with startup.quick():
+        startup.done()
     assert os.environ[startup.WAIT_POLICY] == "active"
+
+
+def test_a_start_that_fails_leaves_the_collector_as_it_was() -> None:
+    with pytest.raises(ValueError, match="taken"), startup.quick():
+        raise ValueError("the port is taken")
+    assert gc.isenabled()
 
 
 STAND_IN = """

@@ -136,7 +136,7 @@ def test_a_task_has_ranges_of_its_own() -> None:
         replace(TINY, objective=never, tasks=(replace(TINY.tasks[0], accept=(0.1, 0.2)),))
 
 
-@pytest.mark.parametrize("wrong", ["[0.5]", "[0.1, 0.2, 0.3]", '["low", "high"]'])
+@pytest.mark.parametrize("wrong", ["[0.5]", "[0.1, 0.2, 0.3]", '["low", "high"]', "0.5"])
 @pytest.mark.parametrize("name", ["noise", "temperature"])
 def test_a_range_is_two_numbers(tmp_path: Path, name: str, wrong: str) -> None:
     recipe = tmp_path / "recipe.toml"

@@ -9,7 +9,7 @@ from diffusiongemma.model import DiffusionGemma
 from diffusiongemma.train import losses
 from diffusiongemma.train.forward import TrainingForward
 from diffusiongemma.train.losses import cross_entropy, look
-from diffusiongemma.train.objective import corrupt, micro_loss, sampler_step
+from diffusiongemma.train.objective import _believe, corrupt, micro_loss, sampler_step
 from diffusiongemma.train.recipe import ObjectiveConfig
 from diffusiongemma.train.rows import Rows
 
@@ -147,3 +147,19 @@ def test_noise_keeps_to_the_range_of_its_task() -> None:
     canvas = torch.full((500, 200), 10_000)
     share = (corrupt(canvas, torch.zeros(500, 200, dtype=torch.bool), 100, 0.0, (0.6, 0.8)) != canvas).float().mean(1)
     assert 0.45 < float(share.min()) < float(share.max()) < 0.95
+
+
+def test_what_is_pinned_is_believed() -> None:
+    """As the sampler has it: a pinned cell's belief is its token, whatever the network says there."""
+    torch.manual_seed(0)
+    config = ModelConfig.preset("tiny")
+    model = DiffusionGemma(config).init_weights(0)
+    given = torch.full((2, 6), -1)
+    given[:, 2], given[1, 5] = 7, 9
+    hidden = torch.randn(12, config.hidden_size)
+    soft, canvas = _believe(TrainingForward(model), hidden, given, ObjectiveConfig())
+    pinned = given >= 0
+    assert torch.equal(canvas[pinned], given[pinned])
+    rows = soft.view(2, 6, -1)
+    assert torch.allclose(rows[pinned], model.embed(given[pinned]).detach())
+    assert not torch.allclose(rows[0, 0], model.embed(torch.tensor([7]))[0].detach())

@@ -48,19 +48,18 @@ def run(
     """Serve a model: the OpenAI API under /v1, the studio at /, figures at /metrics."""
     from diffusiongemma.serve import startup
 
-    startup.begin()
-    try:
-        from diffusiongemma.serve.server import run as serve
-        from diffusiongemma.serve.settings import Settings, read_keys
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name} is missing: pip install 'diffusiongemma[serve]'") from None
+    with startup.quick():
+        try:
+            from diffusiongemma.serve.server import run as serve
+            from diffusiongemma.serve.settings import Settings, read_keys
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"{error.name} is missing: pip install 'diffusiongemma[serve]'") from None
 
-    serve(
-        Settings(
-            model=model, name=name, device=device, dtype=dtype, host=host, port=port, keys=read_keys(api_key_file),
-            cors_origins=tuple(cors_origin or ()), batch=batch, cache=cache_mib << 20, queue=queue,
-            max_tokens=max_tokens, request_seconds=request_seconds, max_body=int(max_body_mib * (1 << 20)), grace=grace,
-            log_json=log_json,
-            log_file=log_file,
-        )
-    )  # fmt: skip
+        serve(
+            Settings(
+                model=model, name=name, device=device, dtype=dtype, host=host, port=port, keys=read_keys(api_key_file),
+                cors_origins=tuple(cors_origin or ()), batch=batch, cache=cache_mib << 20, queue=queue,
+                max_tokens=max_tokens, request_seconds=request_seconds, max_body=int(max_body_mib * (1 << 20)),
+                grace=grace, log_json=log_json, log_file=log_file,
+            )
+        )  # fmt: skip

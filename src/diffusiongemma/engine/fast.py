@@ -30,7 +30,7 @@ from diffusiongemma.model.pool import CachePool
 from diffusiongemma.model.support import prepare, unsupported
 
 log = logging.getLogger(__name__)
-MOST_LANES = 8  # whose boards are kept
+MOST_LANES = 8  # of widths that may never come again: whose boards are kept
 Place = tuple[int, bool, bool]  # a lane: the width of its canvases, whether they are warm, and ruled (`Lane`)
 
 
@@ -68,9 +68,9 @@ class FastRunner(Runner):
         if place not in self._lanes:
             self._lanes[place] = Lane(self.network, self.recorder, self.max_rows, *place, width in self._usual)
         self._lanes[place] = self._lanes.pop(place)
-        idle = [at for at, lane in self._lanes.items() if at[0] not in self._usual and not lane.flights]
-        for old in idle[: max(0, len(self._lanes) - MOST_LANES)]:
-            if old != place:
+        strange = [at for at, lane in self._lanes.items() if not lane.usual]
+        for old in strange[: max(0, len(strange) - MOST_LANES)]:
+            if old != place and not self._lanes[old].busy:
                 del self._lanes[old]
         return self._lanes[place]
 

@@ -11,6 +11,7 @@ keeps for one stream serves no other, and every stream gets a workspace of its o
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -24,6 +25,7 @@ from diffusiongemma.ops import kernels
 
 log = logging.getLogger(__name__)
 Work = Callable[[], None]
+_RECORDING = threading.Lock()  # engines share a stream for it: one after another
 
 
 class Recorder:
@@ -39,7 +41,11 @@ class Recorder:
         """`work` reads and writes fixed tensors; recording runs it, and leaves those in `changed` as they were."""
         if not self.graphs:
             return work
-        began, changed = time.perf_counter(), list(changed)
+        with _RECORDING:
+            return self._record(name, work, list(changed))
+
+    def _record(self, name: str, work: Work, changed: list[Tensor]) -> Work:
+        began = time.perf_counter()
         torch.cuda.empty_cache()  # what was left by others would lie beside the pool
         graph = torch.cuda.CUDAGraph()
         with _kept(changed), self._rehearsing(), kernels.compiling():
@@ -66,9 +72,11 @@ class Recorder:
         assert self._stream is not None
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool, self.device):
-            yield
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool, self.device):
+                yield
+        finally:
+            current.wait_stream(self._stream)
 
 
 def _memory(device: torch.device) -> torch.cuda.MemPool:
@@ -85,9 +93,11 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 @contextmanager
 def _kept(tensors: Iterable[Tensor]) -> Iterator[None]:
     before = [(tensor, tensor.clone()) for tensor in tensors]
-    yield
-    for tensor, value in before:
-        tensor.copy_(value)
+    try:
+        yield
+    finally:
+        for tensor, value in before:
+            tensor.copy_(value)
 
 
 class Mailbox:

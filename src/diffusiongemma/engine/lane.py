@@ -30,7 +30,8 @@ HOPE = 4.0  # a canvas whose mean entropy is this many times what would end it i
 
 @dataclass(frozen=True)
 class Kind:
-    """What a step is recorded for. Nothing of it may show in a canvas: its bits do not depend on its neighbours."""
+    """What a step is recorded for. With our own kernels nothing of it shows in a canvas: its bits do not depend on its
+    neighbours."""
 
     rows: int
     reach: int  # `CachePool.reach_for` the longest cache row
@@ -82,6 +83,11 @@ class Lane:
     @property
     def passengers(self) -> list[Sequence]:
         return [sequence for sequence, _ in self._seats]
+
+    @property
+    def busy(self) -> bool:
+        """Is some canvas not done yet? What it has come to lies on the board alone."""
+        return bool(self.flights) or any(s.phase == "denoise" and s.canvas is canvas for s, canvas in self._seats)
 
     def seat(self, sequences: list[Sequence]) -> None:
         """Give these the first rows of the board, keeping who has one; no step may be under way."""

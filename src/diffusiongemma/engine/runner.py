@@ -18,7 +18,7 @@ from diffusiongemma.engine.sequence import Sequence, read_logprob
 from diffusiongemma.model import CacheRow, DiffusionGemma
 
 CHUNK, LARGE_CHUNK = 512, 2048  # tokens of an encode pass
-ROOMY = 6 << 30  # bytes free on a card from which on a large pass is no matter: it takes less than one of them
+ROOMY = 6 << 30  # bytes left on a card from which on a large pass is no matter: it takes less than one of them
 
 
 def default_chunk(device: torch.device, taken: int = 0) -> int:
@@ -27,16 +27,16 @@ def default_chunk(device: torch.device, taken: int = 0) -> int:
     A card reads all experts for 512 tokens as for 2,048, so it takes the prompts of four users in little more than
     twice the time of one; a CPU takes four times as long for them.
     """
-    free = free_bytes(device)
-    return CHUNK if free is None or free - taken < ROOMY else LARGE_CHUNK
+    left = bytes_left(device)
+    return CHUNK if left is None or left - taken < ROOMY else LARGE_CHUNK
 
 
-def free_bytes(device: torch.device) -> int | None:
-    """Of a card, what torch holds unused included; None: of no card."""
+def bytes_left(device: torch.device) -> int | None:
+    """Of a card, beside the tensors of this program (others do not count: a text must not depend on them); None: of no
+    card."""
     if device.type != "cuda":
         return None
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused
+    return torch.cuda.mem_get_info(device)[1] - torch.cuda.memory_allocated(device)
 
 
 class Runner:

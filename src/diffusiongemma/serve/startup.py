@@ -9,17 +9,26 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 WAIT_POLICY = "OMP_WAIT_POLICY"
 
 
-def begin() -> None:
-    """Before torch is imported: OpenMP reads its variables once. What the user has set stays."""
+@contextmanager
+def quick() -> Iterator[None]:
+    """Begin before torch is imported: OpenMP reads its variables once. What the user has set stays. `done` ends it, or
+    the end of the block does, whatever happens in it."""
     os.environ.setdefault(WAIT_POLICY, "passive")
     gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def done() -> None:
     """What was made until now stays for good: the collector need not look at it any more."""
+    gc.collect()
     gc.freeze()
     gc.enable()

@@ -15,6 +15,7 @@ Legend: B rows, P prefix, L canvas, D hidden.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -67,7 +68,7 @@ class Held:
     def told(self, rounds: int) -> Tensor:
         """[B]: who forgets then and is given the right tokens: the first places (a row stays in its place)"""
         places = len(self.age)
-        return self.forgets(rounds) & (torch.arange(places, device=self.age.device) < int(places * self.trust))
+        return self.forgets(rounds) & (torch.arange(places, device=self.age.device) < math.ceil(places * self.trust))
 
     @torch.no_grad()
     def keep(self, rows: Rows, noisy: Tensor, soft: Tensor, solved: Tensor, rounds: int) -> None:

@@ -84,7 +84,8 @@ class Sudoku:
         canvas = np.full((count, self.config.canvas), PAD)
         canvas[:, :81], canvas[:, 81] = self.digits[solution.numpy()], EOS
         pinned = np.zeros(canvas.shape, bool)
-        pinned[:, :81] = given & (rng.random((count, 1)) < self.pinned)
+        by_pins = rng.random((count, 1)) < self.pinned
+        pinned[:, :81], pinned[:, 81:] = given & by_pins, by_pins  # the end is known, as `dgemma sudoku` has it
         return to_rows(self.config, prefix, canvas, pinned, np.zeros(prefix.shape, bool))
 
 

@@ -102,8 +102,8 @@ def micro_loss(
     soft = None
     conditioned = int(len(canvas) * config.self_conditioning) if rounds == 1 else 0
     if conditioned:
-        soft, drafted = _first_pass(forward, noisy[:conditioned], pinned[:conditioned], prefix, config)
-        drafted = torch.where(pinned[:conditioned], canvas[:conditioned], drafted)
+        given = torch.where(pinned, canvas, -1)[:conditioned]
+        soft, drafted = _first_pass(forward, noisy[:conditioned], given, prefix, config)
         unrolled = int(conditioned * config.unroll)
         noisy = torch.cat([drafted[:unrolled], noisy[unrolled:]])
         soft = torch.cat([soft, soft.new_zeros(noisy.numel() - len(soft), soft.shape[1])])  # zeros: no belief yet
@@ -121,8 +121,7 @@ def micro_loss(
         routings.append(decoder_routing)
         if n + 1 < rounds or held is not None:
             hint = None if held is None else torch.where(held.told(n + 1)[:, None], canvas, -1)
-            soft, drafted = _believe(forward, hidden.detach(), pinned, config, hint)
-            noisy = torch.where(pinned, canvas, drafted)
+            soft, noisy = _believe(forward, hidden.detach(), torch.where(pinned, canvas, -1), config, hint)
     decoder = torch.stack(losses).mean()
     if held is not None:
         assert soft is not None
@@ -152,23 +151,23 @@ def micro_loss(
 def _first_pass(
     forward: TrainingForward,
     noisy: Tensor,
-    pinned: Tensor,
+    given: Tensor,
     prefix: list[tuple[Tensor, Tensor]],
     config: ObjectiveConfig,
 ) -> tuple[Tensor, Tensor]:
-    """noisy, pinned [r, L] -> what `_believe` makes of one pass"""
+    """noisy, given [r, L] -> what `_believe` makes of one pass"""
     hidden, _ = forward.denoise(noisy, None, prefix)
-    return _believe(forward, hidden, pinned, config)
+    return _believe(forward, hidden, given, config)
 
 
 @torch.no_grad()
 def _believe(
-    forward: TrainingForward, hidden: Tensor, pinned: Tensor, config: ObjectiveConfig, hint: Tensor | None = None
+    forward: TrainingForward, hidden: Tensor, given: Tensor, config: ObjectiveConfig, hint: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """hidden [r L, D], pinned [r, L] -> soft embeddings [r L, D] of what the network believes, and the sampler's next
-    canvas [r, L], in which the caller restores what is pinned. `hint` [r, L]: tokens to accept instead of the sampled
-    ones, -1 where there is none."""
-    model, (rows, length) = forward.model, pinned.shape
+    """hidden [r L, D] -> soft embeddings [r L, D] of what the network believes, and the sampler's next canvas [r, L].
+    `given` [r, L]: pinned tokens, -1 elsewhere; they are believed and stay, as the sampler has it. `hint` [r, L]:
+    tokens to accept instead of the sampled ones, -1 where there is none."""
+    model, (rows, length), pinned = forward.model, given.shape, given >= 0
     low, high = config.temperature
     temperature = low + (high - low) * torch.rand(rows, 1, device=hidden.device)
     heat = temperature.expand(rows, length).flatten()
@@ -181,4 +180,7 @@ def _believe(
     if hint is not None:
         candidate = torch.where(hint >= 0, hint, candidate)
     fresh = torch.randint(model.config.vocab_size, candidate.shape, device=candidate.device)
-    return soft * model._embed_scale(), sampler_step(candidate, sure, bound, fresh)
+    soft = soft * model._embed_scale()
+    known = model.embed(given.clamp_min(0).flatten()).to(soft.dtype)
+    soft = torch.where(pinned.flatten()[:, None], known, soft)
+    return soft, torch.where(pinned, given, sampler_step(candidate, sure, bound, fresh))

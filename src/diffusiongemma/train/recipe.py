@@ -198,14 +198,13 @@ def _build(cls: type[T], table: Mapping[str, Any], where: str) -> T:
         value, hint = table[name], hints[name]
         if hint is float and type(value) is int:
             value = float(value)
-        if isinstance(value, list):
-            numbers = all(type(v) in (int, float) for v in value)
-            if (float, float) not in map(get_args, (hint, *get_args(hint))):  # a pair, or a pair or None
-                value = tuple(value)
-            elif numbers and len(value) == 2:
+        if (float, float) in map(get_args, (hint, *get_args(hint))):  # a pair, or a pair or None
+            if isinstance(value, list) and len(value) == 2 and all(type(v) in (int, float) for v in value):
                 value = tuple(map(float, value))
             else:
                 problems.append(f"{where}: {name} must be two numbers, got {value!r}")
+        elif isinstance(value, list):
+            value = tuple(value)
         if hint in (int, float, str, bool) and type(value) is not hint:
             problems.append(f"{where}: {name} must be of type {hint.__name__}, got {value!r}")
         values[name] = value
