@@ -31,9 +31,10 @@ def read(path: Path) -> dict[str, list[Tried]]:
     """set and variant -> its cases"""
     found: dict[str, list[Tried]] = defaultdict(list)
     for number, row in read_json_lines(path, ("task", "set", "variant")):
-        if row["task"] != "infill" or not row.get("tried"):
+        tried = row.get("tried")
+        if row["task"] != "infill" or not tried or not all("parses" in one for one in tried):
             raise DataError(f"{path}, line {number} has no candidates: eval infill --candidates 8 --output keeps them")
-        found[f"{row['set']}, {row['variant']}"].append(row["tried"])
+        found[f"{row['set']}, {row['variant']}"].append(tried)
     return found
 
 
@@ -41,7 +42,7 @@ def chosen(tried: Tried, check: bool, choice: Choice) -> Scores:
     """The scores of the candidate that wins. What parses is known already."""
     rivals = []
     for i, one in enumerate(tried):
-        texts, sound = None if one["text"] is None else (one["text"],), not check or one["scores"].get("parses", True)
+        texts, sound = None if one["text"] is None else (one["text"],), not check or one["parses"]
         rivals.append(Candidate(i, ((),), texts, one["score"], one["finish_reason"], one["opens"], sound))
     scores: Scores = tried[choice.order(rivals, ())[0].seed]["scores"]
     return scores

@@ -49,6 +49,7 @@ judge() { # NAME ARGUMENTS…
 	    for run in found["runs"]:
 	        figures = {n: [round(f[k], 4) for k in ("value", "low", "high")] for n, f in run["figures"].items()}
 	        told = {"name": sys.argv[1], "set": found["set"], "run": run["variant"], "options": run["options"]}
+	        told |= {"settings": found["settings"]}
 	        told |= {"cases": run["cases"], "steps": round(run["steps"]["value"], 2), "seconds": round(run["seconds"], 1)}
 	        told |= {"tokens_per_forward": round(run["tokens_per_forward"], 2), **figures}
 	        print(json.dumps(told))

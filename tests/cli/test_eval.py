@@ -73,7 +73,9 @@ def test_json_has_every_figure_with_its_interval(oracle: list[Oracle], puzzles: 
 
 def test_tables_stay_whole_in_80_columns(oracle: list[Oracle], puzzles: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    text = run("sudoku", "--file", puzzles, "--mode", "both", "--all-steps", "--attempts", "3").stdout
+    twice = ("--mode", "both", "--all-steps", "--attempts", "3", "-o", "temperature=0.5")
+    text = run("sudoku", "--file", puzzles, *twice).stdout
+    assert text.splitlines()[0].endswith(", attempts 3")
     for word in ("solved", "solved within 3", "66.7%", "20.8–93.9", "all steps", "ar", "tokens per forward", "seconds"):
         assert word in text
     assert "…" not in text
@@ -106,6 +108,13 @@ def test_icons_drawn_again_are_reported_beside_the_one(monkeypatch: pytest.Monke
     (got,) = rows("svg", "--limit", "4", "--attempts", "2")
     found = {name: figure["value"] for name, figure in got["runs"][0]["figures"].items()}
     assert (found["visible"], found["visible within 2"], found["attempts"]) == (0.0, 1.0, 2.0)
+
+
+def test_a_twin_that_draws_may_draw_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("resvg_py")
+    monkeypatch.setattr(Engine, "load", lambda *args, **options: Oracle(lambda request: "<svg"))
+    (got,) = rows("svg", "--limit", "1", "--attempts", "2", "--mode", "both", "-o", "temperature=0.5")
+    assert [run["figures"]["attempts"]["value"] for run in got["runs"]] == [2.0, 2.0]
 
 
 def test_what_ran_is_kept_if_a_later_run_fails(oracle: list[Oracle], puzzles: str, tmp_path: Path) -> None:
@@ -232,12 +241,19 @@ def test_all_built_in_sets_are_run_unless_some_are_named() -> None:
     assert len(rows("sudoku", *quick)) == 4
 
 
-def test_a_report_says_how_candidates_were_chosen() -> None:
+def test_a_report_says_how_candidates_were_chosen(tmp_path: Path) -> None:
     chosen = ("--candidates", "3", "--check", "python", "--choose", "middle")
     (got,) = rows("infill", *MODEL, "--limit", "1", "--steps", "1", "--set", "inside", *chosen)
     assert got["settings"] == {
         "candidates": 3, "context": None, "canvas": None, "choice": {"check": "python", "choose": "middle"},
     }  # fmt: skip
+    out = tmp_path / "cases.jsonl"
+    args = ("infill", *MODEL, "--limit", "1", "--steps", "1", "--set", "inside", "--output", str(out))
+    heading, *_ = run(*args, *chosen).stdout.splitlines()
+    assert heading.endswith("candidates 3, check python, choose middle")
+    assert json.loads(out.read_text())["settings"] == got["settings"]
+    heading, *_ = run(*args, "--candidates", "3").stdout.splitlines()
+    assert heading.endswith("candidates 3")  # what is as always is not told
 
 
 def test_options_reach_the_sampler() -> None:
@@ -266,7 +282,17 @@ def test_options_reach_the_sampler() -> None:
         (["infill", "--check", "perl"], "check must be 'none' or 'python'"),
         (["infill", "--check", "python", "--candidates", "1"], "check 'python' has no effect on one candidate"),
         (["infill", "--choose", "middle", "--candidates", "2"], "choose 'middle' has no effect on fewer than three"),
+        (["infill", "--candidates", "8", "--mode", "both"], "--candidates 8 has no effect in mode 'ar': it writes one"),
+        (["infill", "--candidates", "2", "--mode", "ar"], "--candidates 2 has no effect in mode 'ar': it writes one"),
+        (["infill", "--check", "python", "--mode", "both"], "check 'python' has no effect in mode 'ar': it writes one"),
+        (["infill", "--choose", "middle", "--mode", "ar"], "choose 'middle' has no effect in mode 'ar': it writes one"),
         (["svg", "--answers", "a.jsonl", "--attempts", "2"], "only --json has an effect"),
+        (["svg", "--mode", "ar", "--attempts", "6"], "--attempts 6 has no effect in mode 'ar'"),
+        (
+            ["svg", "--mode", "both", "--attempts", "6", "-o", "temperature=0"],
+            "--attempts 6 has no effect in mode 'ar'",
+        ),
+        (["sudoku", "--mode", "both", "--attempts", "2"], "--attempts 2 has no effect in mode 'ar'"),
         (["sudoku", "--plot", "a.txt"], "--plot must name a .png"),
         (["sudoku", "--output", "no/such/folder/a.jsonl"], "does not exist"),
         (["sudoku", "--output", "."], "cannot write"),

@@ -56,27 +56,29 @@ def test_json_tells_drafts_and_the_whole_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "args", "check"),
+    ("name", "hole", "args", "check"),
     [
-        ("a.py", (), "python"),
-        ("a.py", ("--check", "none"), "none"),
-        ("a.py", ("--candidates", "1"), "none"),  # nothing to choose from
-        ("a.txt", (), "none"),
-        ("a.txt", ("--check", "python", "--choose", "middle"), "python"),
+        ("a.py", "[[?4]]", (), "python"),
+        ("a.py", "[[?4]]", ("--check", "none"), "none"),
+        ("a.py", "[[?4]]", ("--candidates", "1"), "none"),  # nothing to choose from
+        ("a.py", "[[?1]]", (), "none"),
+        ("a.txt", "[[?4]]", (), "none"),
+        ("a.txt", "[[?4]]", ("--check", "python", "--choose", "middle"), "python"),
     ],
 )
 def test_python_is_checked(
-    name: str, args: tuple[str, ...], check: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, hole: str, args: tuple[str, ...], check: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, real = [], Engine.fill_stream
 
     def fill_stream(self: Engine, template: str, **options: object) -> object:
+        stream = real(self, template, **options)
         asked.append((options["check"], options["choose"]))
-        return real(self, template, **options)
+        return stream
 
     monkeypatch.setattr(Engine, "fill_stream", fill_stream)
     file = tmp_path / name
-    file.write_text("x = [[?4]]\n")
+    file.write_text(f"x = {hole}\n")
     infill(str(file), *QUICK, *args)
     assert asked == [(check, "middle" if "--choose" in args else "likeliest")]
 
@@ -93,6 +95,7 @@ def test_python_is_checked(
         (["--prefix", "a", "--strategy", "guess"], "strategy must be"),
         (["--prefix", "a", "--check", "perl"], "check must be"),
         (["--prefix", "a", "--check", "python", "--candidates", "1"], "has no effect on one candidate"),
+        (["--prefix", "a", "--check", "python", "--max-new-tokens", "1"], "has no effect on one candidate"),
         (["--prefix", "a", "--choose", "middle", "--candidates", "2"], "fewer than three candidates"),
     ],
 )

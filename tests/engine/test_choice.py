@@ -109,10 +109,14 @@ def test_the_engine_takes_the_choice() -> None:
 
 
 def test_holes_in_turn_are_checked_when_the_text_is_whole() -> None:
-    template = "a = (1[[?2]] + " + "1 + " * 12 + "2[[?2]])\n"  # too long for one canvas
-    found = engine("bytes").fill(template, steps=1, seed=0, check="python").candidates
-    first = [one for one in found if one.seed < 16]
+    start, between, end = 'a = "', '" + ' + "1 + " * 12 + '"', '"\n'  # too long for one canvas
+    result = engine("bytes").fill(f"{start}[[?4]]{between}[[?8]]{end}", steps=1, seed=0, check="python")
+    first, last = ([one for one in result.candidates if (one.seed < 16) == early] for early in (True, False))
     assert all(one.sound for one in first)
+    before = start + result.holes[0] + between
+    sound = [one.texts is not None and is_python(before + one.texts[0] + end) for one in last]
+    assert [one.sound for one in last] == sound
+    assert {one.sound for one in last if one.texts is not None} == {True, False}
     together = engine("bytes").fill("a = (1[[?2]], 2[[?2]])\n", steps=1, seed=0, check="python")
     assert [one.sound for one in together.candidates] == [
         one.texts is not None and is_python(f"a = (1{one.texts[0]}, 2{one.texts[1]})\n") for one in together.candidates
@@ -125,7 +129,9 @@ def test_holes_in_turn_are_checked_when_the_text_is_whole() -> None:
         ({"check": "perl"}, "check must be"),
         ({"choose": "shortest"}, "choose must be"),
         ({"check": "python", "candidates": 1}, "check 'python' has no effect on one candidate"),
-        ({"check": "python", "mode": "ar"}, "check 'python' has no effect on one candidate"),
+        ({"check": "python", "mode": "ar"}, "check 'python' has no effect in mode 'ar': it writes one"),
+        ({"choose": "middle", "mode": "ar"}, "choose 'middle' has no effect in mode 'ar': it writes one"),
+        ({"choose": "middle", "canvas": 16}, "choose 'middle' has no effect on fewer than three"),  # two seeds
         ({"choose": "middle", "candidates": 2}, "choose 'middle' has no effect on fewer than three"),
     ],
 )
@@ -136,3 +142,20 @@ def test_what_has_no_effect_is_refused(options: dict[str, object], says: str) ->
     ):
         with pytest.raises(InputError, match=says):
             call()
+
+
+def test_the_candidates_that_there_will_be_count_and_not_those_asked_for() -> None:
+    """A hole of one token has one length, however many candidates may be tried."""
+    short, none, few = {"max_new_tokens": 1, "candidates": 8}, "no effect on one candidate", "fewer than three"
+    for options, says in (({"check": "python"}, none), ({"choose": "middle"}, few)):
+        with pytest.raises(InputError, match=says):
+            engine("bytes").infill_stream("a", "b", **short, **options)
+        with pytest.raises(InputError, match=says):  # all in one canvas
+            engine("bytes").fill_stream("a[[?1]]b[[?1]]", **options)
+    apart = "1 + " * 12  # too long for one canvas
+    with pytest.raises(InputError, match=none):  # only the last hole is checked
+        engine("bytes").fill_stream(f"a = [[?4]]{apart}[[?1]]", check="python")
+    engine("bytes").fill_stream(f"a = [[?1]]{apart}[[?4]]", check="python")
+    with pytest.raises(InputError, match=few):
+        engine("bytes").fill_stream(f"a = [[?1]]{apart}[[?2]]", choose="middle")
+    engine("bytes").fill_stream(f"a = [[?1]]{apart}[[?4]]", choose="middle")

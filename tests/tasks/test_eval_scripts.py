@@ -19,8 +19,9 @@ from tasks.oracle import Oracle
 CASES = [
     InfillCase("a", "line", "def f(x):\n", "\n    return y\n", "    y = x"),
     InfillCase("b", "line", "if x:\n", "\n", "    pass"),
+    InfillCase("c", "line", "a = (\n", "\n", "1"),  # the original does not parse: what does may still win
 ]
-TEXTS = (["    y = (", "    y = x", "    y = z"], ["    pass", "  ]", "    pas"])
+TEXTS = (["    y = (", "    y = x", "    y = z"], ["    pass", "  ]", "    pas"], ["1", "2)", "3"])
 
 
 def load(name: str) -> ModuleType:
@@ -58,15 +59,17 @@ def test_choices_are_compared_as_they_would_have_been_made(kept: Path, capsys: p
         figures = evaluate(oracle, task, CASES, Variant("diffusion", 2)).figures()
         for name in ("exact", "similarity", "parses"):
             assert found[count, check, choose][name][0] == pytest.approx(figures[name].value, abs=1e-4)
-    assert found[1, "none", "likeliest"]["exact"][0] == 0.5
+    assert found[1, "none", "likeliest"]["exact"][0] == pytest.approx(2 / 3, abs=1e-4)
+    assert found[3, "python", "likeliest"]["exact"][0] == pytest.approx(2 / 3, abs=1e-4)  # a is right now, c is not
     assert found[3, None, "best"]["exact"][0] == 1.0
 
 
 def test_answers_without_candidates_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "line.jsonl"
-    file.write_text('{"task": "infill", "set": "line", "variant": "diffusion", "tried": []}')
-    with pytest.raises(DataError, match="line 1 has no candidates"):
-        load("compare_choices").read(file)
+    for tried in ("[]", '[{"text": "x", "scores": {}}]'):  # none, or some that do not say whether they parse
+        file.write_text(f'{{"task": "infill", "set": "line", "variant": "diffusion", "tried": {tried}}}')
+        with pytest.raises(DataError, match="line 1 has no candidates"):
+            load("compare_choices").read(file)
 
 
 def test_steps_against_accuracy(tmp_path: Path) -> None:

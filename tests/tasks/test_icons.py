@@ -59,6 +59,8 @@ def test_attempts_stand_beside_the_one() -> None:
         [], [1005, 1006, 1007], [2005, 2006], [3005, 3006, 3007],
     ]  # fmt: skip
     assert [one.steps for one in report.graded] == [3] * 4  # of the first attempt
+    rows = [one.to_dict() for one in report.graded]
+    assert [(row["seed"], row["text_seed"]) for row in rows] == [(5, 5), (1005, 1006), (2005, 2006), (3005, 3005)]
     once = ask(ANSWERS, 1)
     assert {name: figure.value for name, figure in once.figures().items()} == dict(list(figures.items())[:4])
 
@@ -79,9 +81,28 @@ def test_attempts_without_a_renderer_are_graded_later(tmp_path: Path) -> None:
     figures = {name: figure.value for name, figure in later.figures().items()}
     assert (figures["visible"], figures["visible within 3"], figures["all sound within 3"]) == (0.25, 0.75, 0.5)
     assert later.graded[1].text == FLAWED
-    file.write_text(file.read_text().replace('"steps": 3', '"steps": "3"'))
-    with pytest.raises(DataError, match="line 1 is no answer"):
-        grade_answers(file)
+    kept = file.read_text()
+    for right, wrong in (
+        ('"steps": 3', '"steps": "3"'),
+        ('"tried": []', '"tried": 1'),
+        ('"tried": []', '"tried": {}'),
+        ('"allowed": 3', '"allowed": 0'),
+        ('"allowed": 3', '"allowed": "3"'),
+    ):
+        file.write_text(kept.replace(right, wrong))
+        with pytest.raises(DataError, match="line 1 is no answer"):
+            grade_answers(file)
+
+
+def test_attempts_that_were_allowed_name_the_figures_and_not_those_that_were_taken(tmp_path: Path) -> None:
+    variants, file = [Variant("diffusion", 3), Variant("diffusion", 4)], tmp_path / "icons.jsonl"
+    reports = [ask({"fox": [BROKEN] * n + [FILLED]}, 4, False, variant) for n, variant in enumerate(variants)]
+    save_cases(file, Icons(4, False), CaseSet("names", reports[0].graded), reports)
+    (later,) = grade_answers(file).values()
+    assert [one.figures()["visible within 4"].value for one in later] == [1.0, 1.0]
+    assert [one.figures()["attempts"].value for one in later] == [1.0, 2.0]
+    file.write_text(file.read_text().replace('"allowed": 4', '"other": 4'))  # as older files are: what was taken counts
+    assert "visible within 2" in grade_answers(file)["names"][1].figures()
 
 
 @pytest.mark.parametrize("attempts", [0, 101])

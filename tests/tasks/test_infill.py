@@ -16,12 +16,11 @@ from diffusiongemma.tasks.infill import (
     Infill,
     InfillCase,
     built_in,
-    edit_distance,
     grade,
-    parses,
     read_cases,
-    similarity,
 )
+from diffusiongemma.text.python import parses
+from diffusiongemma.text.similar import edit_distance, similarity
 from engine.holes import tokenizer
 from tasks.oracle import Oracle, real_engine
 

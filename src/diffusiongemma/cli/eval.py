@@ -31,6 +31,7 @@ def sudoku(
     from diffusiongemma.tasks import sudoku as task
     from diffusiongemma.tasks.sets import take
 
+    options.refuse_attempts(attempts)
     files = task.built_in_sets()
     if options.file is not None:
         _no_sets(sets)
@@ -69,7 +70,9 @@ def infill(
     from diffusiongemma.tasks.sets import take
 
     choice = Choice(check, choose)  # type: ignore[arg-type]  # it says what is wrong with them
-    choice.refuse_without_effect(candidates, options.mode)
+    if options.mode != "diffusion" and (candidates or 1) > 1:
+        raise InputError(f"--candidates {candidates} has no effect in mode 'ar': it writes one; use --mode diffusion")
+    choice.refuse_without_effect(candidates, "ar" if options.mode == "both" else options.mode)
     if options.file is not None:
         _no_sets(sets)
         found = [(options.file.name, task.read_cases(options.file))]
@@ -113,6 +116,7 @@ def svg(
             f"icons are drawn to be graded, and {', '.join(missing)} is not installed here: keep the answers with "
             "--output FILE, and grade them elsewhere with --answers FILE"
         )
+    options.refuse_attempts(attempts)
     name = "held-out names" if options.file is None else options.file.name
     cases = task.cases(options.file, options.limit, options.seed)
     run_sets(Icons(attempts, not missing), [CaseSet(name, cases)], options)

@@ -6,13 +6,22 @@ import functools
 import inspect
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from diffusiongemma.cli.figures import CaseSet, draw_plot, import_pyplot, print_reports, save_cases, to_json, where
+from diffusiongemma.cli.figures import (
+    CaseSet,
+    draw_plot,
+    import_pyplot,
+    print_reports,
+    save_cases,
+    settings,
+    to_json,
+    where,
+)
 from diffusiongemma.cli.options import DEFAULT_MODEL, INTERRUPTED
 from diffusiongemma.errors import InputError
 
@@ -100,6 +109,15 @@ class EvalOptions:
             if refused is not None and not any(name in options for options in found.values()):
                 raise refused
         return found
+
+    def refuse_attempts(self, attempts: int) -> None:
+        """The twin that takes its best token each time would say the same again."""
+        twin = self.sampling().get("ar")
+        if attempts > 1 and twin is not None and not twin.get("temperature"):
+            raise InputError(
+                f"--attempts {attempts} has no effect in mode 'ar', which says the same each time: "
+                "use --mode diffusion, or -o temperature=… above 0"
+            )
 
     def variants(self, engine: Engine) -> list[Variant]:
         """The runs, in the order in which they are shown."""
@@ -197,7 +215,7 @@ def run_sets(task: Task[Any], sets: Sequence[CaseSet], options: EvalOptions) -> 
                 if options.output is not None:  # at once: a run that is cut off keeps what it has
                     save_cases(options.output, task, one, reports[-1:])
             if options.as_json:
-                about = where(engine) | {"seed": options.seed, "settings": _settings(task)}
+                about = where(engine) | {"seed": options.seed, "settings": settings(task)}
                 print(json.dumps(to_json(task, one, reports, about)), flush=True)
             else:
                 print_reports(task, one, reports, engine.name)
@@ -205,12 +223,6 @@ def run_sets(task: Task[Any], sets: Sequence[CaseSet], options: EvalOptions) -> 
     if options.plot is not None:
         draw_plot(options.plot, task.headline, curves)
         tell(f"wrote {options.plot}")
-
-
-def _settings(task: Task[Any]) -> dict[str, Any]:
-    """What a task was told, such as its attempts or candidates."""
-    told = {name: value for name, value in vars(task).items() if name not in ("name", "headline")}
-    return {name: vars(value) if is_dataclass(value) else value for name, value in told.items()}
 
 
 def _start_file(path: Path) -> None:

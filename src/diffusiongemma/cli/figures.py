@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +56,12 @@ def where(engine: Engine) -> dict[str, Any]:
     }
 
 
+def settings(task: Task[Any]) -> dict[str, Any]:
+    """What a task was told, such as its attempts or candidates."""
+    told = {name: value for name, value in vars(task).items() if name not in ("name", "headline")}
+    return {name: vars(value) if is_dataclass(value) else value for name, value in told.items()}
+
+
 def to_json(task: Task[Any], one: CaseSet, reports: Sequence[Report], about: dict[str, Any]) -> dict[str, Any]:
     return {
         "task": task.name,
@@ -69,12 +75,13 @@ def to_json(task: Task[Any], one: CaseSet, reports: Sequence[Report], about: dic
 
 def save_cases(path: Path, task: Task[Any], one: CaseSet, reports: Sequence[Report]) -> None:
     """Append a JSON object a case and run."""
+    about = {"task": task.name, "set": one.name, "settings": settings(task)}
     with path.open("a", encoding="utf-8") as out:
         for report in reports:
             for graded in report.graded:
                 v = report.variant
                 how = {"variant": v.label, "mode": v.mode, "steps_limit": v.steps, "early_stop": v.early_stop}
-                out.write(json.dumps({"task": task.name, "set": one.name} | how | graded.to_dict()) + "\n")
+                out.write(json.dumps(about | how | graded.to_dict()) + "\n")
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
@@ -84,7 +91,8 @@ def print_reports(task: Task[Any], one: CaseSet, reports: Sequence[Report], mode
     from rich.console import Console
 
     console = Console(highlight=False)
-    console.print(f"[bold]{task.name}, {one.name}[/bold]: {len(one.cases):,} cases, {model}", soft_wrap=True)
+    about = ", ".join([f"{len(one.cases):,} cases", model, *_special(task)])
+    console.print(f"[bold]{task.name}, {one.name}[/bold]: {about}", soft_wrap=True)
     if not reports[0].figures():
         console.print("not graded here")
     elif len(reports) <= SIDE_BY_SIDE:
@@ -97,6 +105,17 @@ def print_reports(task: Task[Any], one: CaseSet, reports: Sequence[Report], mode
         between = f"({cost.low:+.2f} to {cost.high:+.2f})"
         console.print(f"the early stop of '{label}' costs {cost.value:+.2f} points of '{task.headline}' {between}")
     console.print()
+
+
+def _special(task: Task[Any]) -> list[str]:
+    """The settings that are not the usual ones: figures of eight candidates must not pass for those of one."""
+    mine, usual = (_flat(settings(one)) for one in (task, type(task)()))
+    return [f"{name} {value}" for name, value in mine.items() if value is not False and value != usual[name]]
+
+
+def _flat(told: dict[str, Any]) -> dict[str, Any]:
+    parts = [value if isinstance(value, dict) else {name: value} for name, value in told.items()]
+    return {name: value for part in parts for name, value in part.items()}
 
 
 def compare_table(reports: Sequence[Report]) -> Table:

@@ -45,15 +45,15 @@ def infill(
     with settings.load() as engine:
         from diffusiongemma.engine.fill import parse_template
 
-        several = candidates != 1 and settings.options.get("mode") != "ar"
-        if check is None:
-            check = "python" if several and file is not None and Path(file).suffix == ".py" else "none"
-        options: dict[str, Any] = {"strategy": strategy, "candidates": candidates, "check": check, "choose": choose}
+        options: dict[str, Any] = {"strategy": strategy, "candidates": candidates, "choose": choose}
         if text is None:
-            answer = fill_between(engine, prefix or "", suffix or "", settings, **options)
+            answer = fill_between(engine, prefix or "", suffix or "", settings, check=check or "none", **options)
         else:
             parse_template(text)
-            stream = engine.fill_stream(text, **{"seed": None} | options | settings.options)
+            if check is None and Path(file or "").suffix == ".py":
+                stream = _checked_if_several(engine, text, {"seed": None} | options | settings.options)
+            else:
+                stream = engine.fill_stream(text, check=check or "none", **{"seed": None} | options | settings.options)
             answer = _show(engine, stream, settings)
         if answer.cancelled:
             raise typer.Exit(INTERRUPTED)
@@ -65,6 +65,16 @@ def fill_between(engine: Engine, prefix: str, suffix: str, settings: Settings, *
     """Fill one hole and show it; `settings` win over `options`."""
     stream = engine.infill_stream(prefix, suffix, **{"seed": None} | options | settings.options)
     return _show(engine, stream, settings)
+
+
+def _checked_if_several(engine: Engine, text: str, options: dict[str, Any]) -> Iterator[Event]:
+    """Nobody asked for the check, so it is no mistake if there is only one filling."""
+    from diffusiongemma.engine.choice import NoChoice
+
+    try:
+        return engine.fill_stream(text, check="python", **options)
+    except NoChoice:
+        return engine.fill_stream(text, check="none", **options)
 
 
 def _show(engine: Engine, stream: Iterator[Event], settings: Settings) -> Answer:

@@ -21,6 +21,10 @@ Check = Literal["none", "python"]
 Choose = Literal["likeliest", "middle"]
 
 
+class NoChoice(InputError):
+    """There are too few candidates for what was asked."""
+
+
 @dataclass(frozen=True)
 class Choice:
     check: Check = "none"
@@ -32,13 +36,15 @@ class Choice:
         if self.choose not in ("likeliest", "middle"):
             raise InputError(f"choose must be 'likeliest' or 'middle', got {self.choose!r}")
 
-    def refuse_without_effect(self, candidates: int | None, mode: str) -> None:
-        """One candidate leaves no choice, and of two the likelier is always the middle."""
-        count = 1 if mode == "ar" else candidates
-        if count == 1 and self.check != "none":
-            raise InputError(f"check {self.check!r} has no effect on one candidate: ask for more")
-        if count in (1, 2) and self.choose != "likeliest":
-            raise InputError(f"choose {self.choose!r} has no effect on fewer than three candidates: ask for more")
+    def refuse_without_effect(self, tries: int | None, mode: str) -> None:
+        """One candidate leaves no choice, and of two the likelier is always the middle. None: not known yet."""
+        more = "ask for more, or for longer holes"
+        if self.check != "none" and (mode == "ar" or tries == 1):
+            few = "in mode 'ar': it writes one" if mode == "ar" else f"on one candidate: {more}"
+            raise NoChoice(f"check {self.check!r} has no effect {few}")
+        if self.choose != "likeliest" and (mode == "ar" or tries in (1, 2)):
+            few = "in mode 'ar': it writes one" if mode == "ar" else f"on fewer than three candidates: {more}"
+            raise NoChoice(f"choose {self.choose!r} has no effect {few}")
 
     def order(self, found: Sequence[Candidate], texts: Sequence[str]) -> list[Candidate]:
         """The best first; `texts` stand around the holes, one more than there are holes."""

@@ -116,15 +116,21 @@ def fill_stream(
     if wrong := [hole for hole in holes if hole.max_tokens is None and hole.min_tokens > max_new_tokens]:
         raise InputError(f"a hole of at least {wrong[0].min_tokens} tokens needs a larger max_new_tokens")
     check_choices(candidates, strategy)
-    choice.refuse_without_effect(candidates, params.mode)
     tally = Tally(params.seed or 0, scope)
     together = None
     if len(holes) > 1 and strategy != "fim" and params.mode == "diffusion":
         together = plan_together(engine, texts, holes, params, candidates or MAX_CANDIDATES, drafts)
     if together is not None:
+        choice.refuse_without_effect(len(together), params.mode)
         return with_end(_fill_together(engine, texts, together, tally, choice), tally)
-    # What the first hole cannot honour, none can: said at once.
-    plan_infill(engine, texts[0], texts[1], params, candidates, strategy, drafts, holes[0].min_tokens)
+    # What the first hole cannot honour, none can: said at once. A choice also depends on how many tries the others get.
+    counts = []
+    for i, hole in enumerate(holes if choice != Choice() else holes[:1]):
+        mine, before = _for_hole(params, hole, i), "".join(texts[: i + 1])
+        tries = plan_infill(engine, before, texts[i + 1], mine, candidates, strategy, drafts, hole.min_tokens)
+        counts.append(len(tries))
+    replace(choice, choose="likeliest").refuse_without_effect(counts[-1], params.mode)
+    replace(choice, check="none").refuse_without_effect(max(counts), params.mode)
     return with_end(_fill_in_turn(engine, texts, holes, params, candidates, strategy, drafts, tally, choice), tally)
 
 
@@ -196,6 +202,11 @@ def _fill_together(
 # ---- hole after hole -------------------------------------------------------------------------------------------------
 
 
+def _for_hole(params: SamplingParams, hole: Hole, i: int) -> SamplingParams:
+    most = params.max_new_tokens if hole.max_tokens is None else hole.max_tokens
+    return replace(params, max_new_tokens=most, seed=((params.seed or 0) + i * MAX_CANDIDATES) % (1 << 63))
+
+
 def _fill_in_turn(
     engine: Engine,
     texts: list[str],
@@ -211,9 +222,7 @@ def _fill_in_turn(
     chosen: list[Candidate] = []
     for i, hole in enumerate(holes):
         text += texts[i]
-        most = params.max_new_tokens if hole.max_tokens is None else hole.max_tokens
-        seed = ((params.seed or 0) + i * MAX_CANDIDATES) % (1 << 63)
-        mine = replace(params, max_new_tokens=most, seed=seed)
+        mine = _for_hole(params, hole, i)
         tries = plan_infill(engine, text, texts[i + 1], mine, candidates, strategy, drafts, hole.min_tokens)
         before = encode_exact(engine.tokenizer, texts[i])
         tries = [replace(one, before=tuple(before), block=i) for one in tries]

@@ -82,7 +82,7 @@ def infill_stream(
     choice = Choice(check, choose)
     params = sampling(engine.params, (), options | {"max_new_tokens": max_new_tokens, "seed": fresh(seed)})
     tries = plan_infill(engine, prefix, suffix, params, candidates, strategy, drafts, context=context)
-    choice.refuse_without_effect(candidates, params.mode)
+    choice.refuse_without_effect(len(tries), params.mode)
     tally = Tally(params.seed or 0, scope)
     return with_end(_infill(engine, tries, tally, partial(choice.order, texts=(prefix, suffix))), tally)
 

@@ -35,6 +35,14 @@ class Attempt:
     decided: int
 
 
+@dataclass(frozen=True)
+class GradedIcon(Graded):
+    """`seed`, `steps` and `decided` are of the first attempt; `text` is of the best one."""
+
+    text_seed: int = 0
+    allowed: int = 1  # attempts: how many there could have been
+
+
 def judge(case: str, tried: Sequence[Attempt], attempts: int) -> Graded:
     """The figures of the first attempt; beside them, where more were allowed, what the best of all is worth.
 
@@ -53,12 +61,15 @@ def judge(case: str, tried: Sequence[Attempt], attempts: int) -> Graded:
         scores[f"visible within {attempts}"] = grades[best].visible
         scores[f"all sound within {attempts}"] = grades[best].ok
         scores["attempts"] = float(sound_at + 1)
-    return _graded(case, tried, tried[best].text, scores)
+    return _graded(case, tried, best, attempts, scores)
 
 
-def _graded(case: str, tried: Sequence[Attempt], text: str, scores: dict[str, bool | float]) -> Graded:
+def _graded(
+    case: str, tried: Sequence[Attempt], best: int, attempts: int, scores: dict[str, bool | float]
+) -> GradedIcon:
     first, told = tried[0], [vars(attempt) for attempt in tried] if len(tried) > 1 else []
-    return Graded(case, "", first.seed, text, scores, first.steps, first.decided, told)
+    text, seed = tried[best].text, tried[best].seed
+    return GradedIcon(case, "", first.seed, text, scores, first.steps, first.decided, told, seed, attempts)
 
 
 @dataclass(frozen=True)
@@ -91,7 +102,9 @@ class Icons:
             (outcome,) = yield [Request(prompt, mine, drafts=False)]
             tried.append(Attempt(seed + len(tried), outcome.text, outcome.metrics.steps, len(outcome.tokens)))
             sound = len(tried) < attempts and self._is_sound(outcome.text)
-        return judge(case.prompt, tried, attempts) if self.graded else _graded(case.prompt, tried, tried[-1].text, {})
+        if self.graded:
+            return judge(case.prompt, tried, attempts)
+        return _graded(case.prompt, tried, len(tried) - 1, attempts, {})
 
     def _is_sound(self, text: str) -> bool:
         return svg.grade(text).ok if self.graded else svg.grade(text, drawn=False).readable
@@ -100,23 +113,33 @@ class Icons:
 def grade_answers(path: Path) -> dict[str, list[Report]]:
     """The answers that an evaluation kept, graded now: set -> a report a variant."""
     answers: dict[tuple[str, str], list[tuple[str, list[Attempt]]]] = {}
+    most: dict[tuple[str, str], int] = {}  # attempts that were allowed, or where that is not told, that any case took
     modes: dict[tuple[str, str], Variant] = {}
     for number, row in read_json_lines(path, ("task", "set", "variant", "mode", "case", "text")):
-        rows = row.get("tried") or [row]
-        tried = [found for one in rows if (found := _attempt(one)) is not None]
-        if row["task"] != "svg" or len(tried) < len(rows):
+        tried = _tried(row)
+        allowed = row.get("allowed", len(tried))
+        if row["task"] != "svg" or not tried or type(allowed) is not int or allowed < len(tried):
             raise DataError(f"{path}, line {number} is no answer that `dgemma eval svg --output` wrote")
         key = row["set"], row["variant"]
+        most[key] = max(allowed, most.get(key, 1))
         modes[key] = Variant(row["mode"], row.get("steps_limit"), row.get("early_stop") is not False)
         answers.setdefault(key, []).append((row["case"], tried))
     if not answers:
         raise DataError(f"{path} holds no answers")
     reports: dict[str, list[Report]] = {}
     for key, answered in answers.items():
-        most = max(len(tried) for _, tried in answered)  # attempts that any needed
-        graded = [judge(case, tried, most) for case, tried in answered]
+        graded = [judge(case, tried, most[key]) for case, tried in answered]
         reports.setdefault(key[0], []).append(Report(modes[key], graded, None))
     return reports
+
+
+def _tried(row: dict[str, Any]) -> list[Attempt]:
+    """The attempts at a wish; none if one of them, or the row, is not what it should be."""
+    rows = row.get("tried", [])
+    if not isinstance(rows, list):
+        return []
+    tried = [_attempt(one) for one in rows or [row]]
+    return [one for one in tried if one is not None] if None not in tried else []
 
 
 def _attempt(row: Any) -> Attempt | None:

@@ -23,9 +23,7 @@ from diffusiongemma.tasks.sets import BUILT_IN, read_json_lines
 from diffusiongemma.text.exact import partial_tokens
 from diffusiongemma.text.fim import FimTokens
 from diffusiongemma.text.python import parses
-from diffusiongemma.text.similar import edit_distance, similarity
-
-__all__ = ["Infill", "InfillCase", "built_in", "edit_distance", "grade", "parses", "read_cases", "similarity"]
+from diffusiongemma.text.similar import similarity
 
 KINDS = ("line", "lines", "inside")
 FILE = BUILT_IN / "infill.jsonl.gz"
@@ -130,8 +128,8 @@ class Infill:
             options["canvas"] = width
         params = variant.params(engine.params, seed=seed, **options)
         candidates = self.candidates or (1 if ends_itself else None)
-        self.choice.refuse_without_effect(candidates, variant.mode)
         tries = plan_infill(engine, case.prefix, case.suffix, params, candidates, drafts=False, context=self.context)
+        self.choice.refuse_without_effect(len(tries), variant.mode)
         if len(tries) == 1:  # nothing to compare: the pass that would score it is spared
             return [replace(tries[0], request=replace(tries[0].request, score=False))]
         return tries
@@ -148,4 +146,5 @@ def _tell(case: InfillCase, candidate: Candidate) -> dict[str, Any]:
     """All that choices between candidates go by, and what each would be worth (scripts/compare_choices.py)."""
     text = None if candidate.texts is None else candidate.texts[0]
     about = {"seed": candidate.seed, "text": text, "score": candidate.score, "opens": candidate.opens}
-    return about | {"finish_reason": candidate.finish_reason, "scores": grade(case, text or "")}
+    sound = text is not None and parses(case.prefix + text + case.suffix)  # asked also where the original does not
+    return about | {"parses": sound, "finish_reason": candidate.finish_reason, "scores": grade(case, text or "")}
