@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from diffusiongemma.cli.figures import import_pyplot
+from diffusiongemma.cli.figures import draw_curve, import_pyplot, label_steps
 from diffusiongemma.errors import DataError
 
 
@@ -43,16 +43,9 @@ def main(
     figure, axis = pyplot.subplots(figsize=(7.5, 4.5), layout="constrained")
     lines = curves(files)
     for label, points in lines.items():
-        steps = [at for at, _ in points]
-        (line,) = axis.plot(steps, [100 * value["value"] for _, value in points], "o-", ms=4, label=label)
-        low, high = ([100 * value[end] for _, value in points] for end in ("low", "high"))
-        axis.fill_between(steps, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
-    ticks = sorted({at for points in lines.values() for at, _ in points})
-    axis.set(xscale="log", xlabel="denoising steps at most", ylabel="% of cases", ylim=(0, 101))
-    axis.set_xticks(ticks, [str(at) for at in ticks])
-    axis.minorticks_off()
-    axis.grid(alpha=0.3)
-    axis.legend()
+        draw_curve(axis, [(at, f["value"], f["low"], f["high"]) for at, f in points], label)
+    label_steps(axis, {at for points in lines.values() for at, _ in points}, "% of cases")
+    axis.set_ylim(0, 101)
     figure.savefig(out, dpi=150)
     pyplot.close(figure)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -200,16 +200,27 @@ def draw_plot(path: Path, headline: str, curves: dict[str, list[Report]]) -> Non
             points = [(r.variant.steps, r.figures()[headline]) for r in reports if r.variant.early_stop == early]
             if not points:
                 continue
-            x = [steps for steps, _ in points]
-            label = name if early else f"{name}, all steps"
-            (line,) = axis.plot(x, [100 * f.value for _, f in points], "o-" if early else "s--", ms=4, label=label)
-            low, high = ([100 * getattr(f, end) for _, f in points] for end in ("low", "high"))
-            axis.fill_between(x, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
-    axis.set(xscale="log", xlabel="denoising steps at most", ylabel=f"{headline}, % of cases")
-    ticks = sorted({r.variant.steps or 0 for reports in curves.values() for r in reports})
-    axis.set_xticks(ticks, [str(n) for n in ticks])
+            shares = [(steps or 0, f.value, f.low, f.high) for steps, f in points]
+            draw_curve(axis, shares, name if early else f"{name}, all steps", "o-" if early else "s--")
+    ticks = {r.variant.steps or 0 for reports in curves.values() for r in reports}
+    label_steps(axis, ticks, f"{headline}, % of cases")
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def draw_curve(axis: Any, points: Sequence[tuple[int, float, float, float]], label: str, style: str = "o-") -> None:
+    """points: steps, then share, low and high of a figure; the interval is shaded"""
+    steps, share, low, high = zip(*points, strict=True)
+    (line,) = axis.plot(steps, [100 * value for value in share], style, ms=4, label=label)
+    bounds = ([100 * value for value in end] for end in (low, high))
+    axis.fill_between(steps, *bounds, color=line.get_color(), alpha=0.15, linewidth=0)
+
+
+def label_steps(axis: Any, ticks: Iterable[int], ylabel: str) -> None:
+    """Axes of steps against a share, once all curves are there"""
+    axis.set(xscale="log", xlabel="denoising steps at most", ylabel=ylabel)
+    ordered = sorted(ticks)
+    axis.set_xticks(ordered, [str(n) for n in ordered])
     axis.minorticks_off()
     axis.grid(alpha=0.3)
     axis.legend()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
