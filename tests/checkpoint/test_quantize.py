@@ -79,8 +79,8 @@ def dequantised(model: DiffusionGemma) -> dict[str, Tensor]:
 
 @every_kind
 def test_folder_loads_dequantised(kind: str, plain: Path, folders: dict[str, Path]) -> None:
-    """On a CPU: a float32 network with, in each place, the dequantised numbers of the original."""
-    model, original = load_model(folders[kind]), load_model(plain)
+    """A float32 network with, in each place, the dequantised numbers of the original."""
+    model, original = load_model(folders[kind], quantize="none"), load_model(plain)
     assert not formats_in(model)
     scheme = Scheme.parse(kind, GROUP[kind])
     for name, weight in original.state_dict().items():
@@ -112,12 +112,26 @@ def test_kept_and_dequantised_hold_the_same_numbers(kind: str, folders: dict[str
     assert all(torch.equal(tensor, dequantised(kept)[name]) for name, tensor in plain.state_dict().items())
 
 
+def test_on_a_cpu_only_int8_is_kept_by_itself(folders: dict[str, Path]) -> None:
+    """In float32, where its products are the faster ones."""
+    assert {kind: bool(formats_in(load_model(folder))) for kind, folder in folders.items()} == {
+        "int8": True, "fp8": False, "int4": False,
+    }  # fmt: skip
+    assert not formats_in(load_model(folders["int8"], dtype="float64"))
+
+
 def test_logits_of_kept_and_dequantised_agree(folders: dict[str, Path]) -> None:
-    """A weight-only format: dequantise-then-multiply, whether at load or on the fly."""
-    kept, plain = load_model(folders["int8"], quantize="int8"), load_model(folders["int8"])
+    """With the references that a weight-only format has: dequantise-then-multiply, whether at load or on the fly; and
+    with activations that a CPU rounds to int8 as well."""
+    rounded, plain = load_model(folders["int8"]), load_model(folders["int8"], quantize="none")
+    kept = load_model(folders["int8"], dtype="float64", quantize="int8").float()
     agreement = compare(record(plain), record(kept))
     assert agreement.worst_cosine > 0.99999
     assert agreement.argmax == 1.0
+    agreement = compare(record(plain), record(rounded))
+    assert 0.99 < agreement.cosine < 0.99999
+    assert agreement.argmax > 0.9
+    assert agreement.kl < 0.005
 
 
 def test_a_network_that_is_all_4_bit_is_kept_and_saved(plain: Path, tmp_path: Path) -> None:
@@ -148,7 +162,7 @@ def test_save_model_quantises(plain: Path, folders: dict[str, Path], tmp_path: P
 
 
 def test_dequantised_network_saves_as_a_plain_one(folders: dict[str, Path], tmp_path: Path) -> None:
-    model = load_model(folders["int8"])
+    model = load_model(folders["int8"], quantize="none")
     save_model(model, tmp_path / "plain")
     assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
     assert same(load_model(tmp_path / "plain"), model)

@@ -86,3 +86,34 @@ def test_the_trial_itself_is_sound() -> None:
         cpu._bf16_work()
     else:
         pytest.skip("bfloat16 does not work in this process")
+
+
+@pytest.fixture
+def _vnni(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("torch.cpu._is_vnni_supported", lambda: True)
+    cpu.fast_int8.cache_clear()
+    yield
+    cpu.fast_int8.cache_clear()
+
+
+@pytest.mark.usefixtures("_vnni")
+@pytest.mark.parametrize("initialised", [False, True])
+def test_int8_on_a_broken_cpu_is_held_back_or_done_without(monkeypatch: pytest.MonkeyPatch, initialised: bool) -> None:
+    monkeypatch.setattr(cpu, "_int8_work", broken_amx(initialised))
+    assert cpu.fast_int8() is not initialised
+    assert os.environ.get(cpu.ISA_VARIABLE) == (None if initialised else cpu.ISA_WITHOUT_AMX)
+
+
+@pytest.mark.usefixtures("_vnni")
+def test_int8_obeys_the_users_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_int8_work", broken_amx(initialised=False))
+    monkeypatch.setenv(cpu.ISA_VARIABLE, "ALL")
+    assert not cpu.fast_int8()
+    assert os.environ[cpu.ISA_VARIABLE] == "ALL"
+
+
+@pytest.mark.usefixtures("_vnni")
+def test_int8_is_not_tried_where_there_are_no_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cpu._is_vnni_supported", lambda: False)
+    monkeypatch.setattr(cpu, "survives", lambda work: pytest.fail("tried"))
+    assert not cpu.fast_int8()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from diffusiongemma.config import ModelConfig
 from diffusiongemma.errors import CheckpointError, ConfigError
 from diffusiongemma.model import DiffusionGemma
 from diffusiongemma.model.quantize import Scheme, describe, formats_in, shapes_of
+from diffusiongemma.ops.int8_cpu import use_int8
 from diffusiongemma.ops.quant import Format, dequantize_into, quantize_into
 
 log = logging.getLogger(__name__)
@@ -74,33 +75,43 @@ def load_model(
     `device`: "auto" is the GPU where there is one. `dtype`: "auto" is the checkpoint's on a GPU, float32 on a CPU; of a
     quantised network, what it computes in. `progress`: a bar on stderr; None shows it on terminals only.
     `quantize`: "int8", "fp8" or "int4" (in groups of `group`) keeps the weights so in memory, and quantises a plain
-    checkpoint while loading; "none" keeps nothing quantised. None: fp8 and int4 folders stay so on a GPU; all else, and
-    everything on a CPU, is dequantised, since only there is a product of small numbers the faster one.
+    checkpoint while loading; "none" keeps nothing quantised. None: fp8 and int4 folders stay so on a GPU, int8 folders
+    on a CPU that computes in float32; all else is dequantised, since only there is a product of small numbers the
+    faster one. A CPU multiplies int8 weights with activations that it rounds to int8 as well (ops/int8_cpu.py).
     """
     target = pick_device(device)
     folder = resolve(path_or_id, revision, offline)
     config = ModelConfig.from_pretrained(folder)
     plan = make_plan(folder, config, load_quantization(folder))
-    formats = _formats(plan, config, target, quantize, group)
-    model = empty_model(config, target, pick_dtype(dtype, target, [piece.info for piece in plan.weights]), formats)
+    computes_in = pick_dtype(dtype, target, [piece.info for piece in plan.weights])
+    formats = _formats(plan, config, target, computes_in, quantize, group)
+    model = empty_model(config, target, computes_in, formats)
     _fill(model, plan, progress)
     _check_copies(model, plan)
+    if _int8_runs(target, computes_in, formats.values()):
+        use_int8(model)
     if plan.vision:
         log.info("%d vision tensors are kept aside: this version reads text, images come later", len(plan.vision))
     setattr(model, _SOURCE, Source(folder.absolute(), tuple(sorted(info.name for info in plan.vision))))
     return model.requires_grad_(False).eval()
 
 
+def _int8_runs(device: torch.device, dtype: torch.dtype, formats: Iterable[Format | None]) -> bool:
+    """Can a CPU multiply integers for all of these?"""
+    return device.type == "cpu" and dtype == torch.float32 and set(formats) == {Format("int8")}
+
+
 def _formats(
-    plan: Plan, config: ModelConfig, device: torch.device, quantize: str | None, group: int | None
+    plan: Plan, config: ModelConfig, device: torch.device, dtype: torch.dtype, quantize: str | None, group: int | None
 ) -> dict[str, Format]:
     """Parameter -> the format that it is to have in memory; what is not there is plain."""
     if group is not None and quantize in (None, "none"):
         raise ConfigError(f"group={group} has no effect without quantize='int4': leave it out")
     stored = {name: found for name, found in plan.formats.items() if found != {None}}
     if quantize is None:
-        kept = {fmt.kind for found in stored.values() for fmt in found if fmt is not None} & {"fp8", "int4"}
-        quantize = "stored" if kept and device.type != "cpu" else "none"
+        found_formats = [fmt for found in stored.values() for fmt in found]
+        small = device.type != "cpu" and any(fmt is not None and fmt.kind != "int8" for fmt in found_formats)
+        quantize = "stored" if small or _int8_runs(device, dtype, found_formats) else "none"
     if quantize == "none":
         return {}
     if not stored:

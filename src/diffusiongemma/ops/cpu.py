@@ -1,9 +1,10 @@
-"""bfloat16 on a CPU that promises more than it does.
+"""bfloat16 and int8 on a CPU that promises more than it does.
 
 Some virtual machines advertise Intel AMX but die with an illegal instruction when oneDNN uses it, which torch does for
-every bfloat16 product. The only safe way to know is to let a forked child try: it has this process's oneDNN, in the
-state it is in, and costs milliseconds. If the child dies, oneDNN is held back to AVX-512 by the variable that it reads
-on its first use; if that comes too late for this process, the user must set it before starting.
+every bfloat16 and every int8 product. The only safe way to know is to let a forked child try: it has this process's
+oneDNN, in the state it is in, and costs milliseconds. If the child dies, oneDNN is held back to AVX-512 by the variable
+that it reads on its first use. If that comes too late for this process, int8 is done without, and for bfloat16 the user
+must set the variable before starting.
 """
 
 from __future__ import annotations
@@ -29,24 +30,40 @@ ISA_WITHOUT_AMX = "AVX512_CORE_BF16"
 @cache
 def ensure_cpu_bf16() -> None:
     """Make bfloat16 usable on this CPU, or raise a DeviceError that says what to do."""
-    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
-        return  # AMX is there only
-    if survives(_bf16_work):
+    if not _may_have_amx() or _held_back(_bf16_work):
         return
-    set_by_user = os.environ.get(ISA_VARIABLE)
-    if set_by_user is not None:
+    if set_by_user := os.environ.get(ISA_VARIABLE):
         raise DeviceError(
             f"bfloat16 does not work on this CPU with {ISA_VARIABLE}={set_by_user}: "
             f"set it to {ISA_WITHOUT_AMX}, or use dtype='float32'"
         )
-    os.environ[ISA_VARIABLE] = ISA_WITHOUT_AMX
-    if survives(_bf16_work):
-        return
-    del os.environ[ISA_VARIABLE]
     raise DeviceError(
         "bfloat16 does not work on this CPU in this process: it advertises instructions that it cannot run. "
         f"Start again with {ISA_VARIABLE}={ISA_WITHOUT_AMX} in the environment, or use dtype='float32'"
     )
+
+
+@cache
+def fast_int8() -> bool:
+    """Has this CPU instructions for sums of int8 products (VNNI), and do they work?"""
+    return _may_have_amx() and torch.cpu._is_vnni_supported() and _held_back(_int8_work)
+
+
+def _may_have_amx() -> bool:
+    return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
+
+
+def _held_back(work: Callable[[], object]) -> bool:
+    """Whether this work can be done, if need be without AMX: where nobody has set the variable, and not too late."""
+    if survives(work):
+        return True
+    if ISA_VARIABLE in os.environ:
+        return False
+    os.environ[ISA_VARIABLE] = ISA_WITHOUT_AMX
+    if survives(work):
+        return True
+    del os.environ[ISA_VARIABLE]
+    return False
 
 
 def survives(work: Callable[[], object], timeout: float = 20.0) -> bool:
@@ -88,3 +105,8 @@ def _bf16_work() -> None:
     torch.bmm(a.expand(2, -1, -1), a.expand(2, -1, -1))
     heads = a.view(1, 4, 64, 256)
     F.scaled_dot_product_attention(heads, heads, heads)
+
+
+def _int8_work() -> None:
+    a = torch.ones(256, 256, dtype=torch.int8)
+    torch._int_mm(a, a.t())

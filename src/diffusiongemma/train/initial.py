@@ -13,7 +13,7 @@ def first_weights(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> D
     if recipe.init_from:
         from diffusiongemma.checkpoint import load_model
 
-        return load_model(recipe.init_from, device, dtype).requires_grad_(True).train()
+        return load_model(recipe.init_from, device, dtype, quantize="none").requires_grad_(True).train()
     assert recipe.model is not None
     model = DiffusionGemma(recipe.model).init_weights(recipe.run.seed)
     prepare(model)
