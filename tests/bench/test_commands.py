@@ -56,6 +56,9 @@ def test_suite_exit_code() -> None:
 def test_cpu_step_and_engine() -> None:
     line = bench("cpu-step", "--preset", "tiny", "--prefix", "16", "--repeat", "1")
     assert line["milliseconds"]["diffusiongemma"] > line["floor_ms"] > 0
+    line = bench("cpu-step", "--preset", "nano", "--prefix", "16", "--repeat", "1")
+    assert line["milliseconds"].keys() == {"diffusiongemma", "float32"}
+    assert line["float32_ratio"] > 0
     assert bench("engine", "--preset", "tiny", "--repeat", "1")["batch_ratio"] > 0
 
 

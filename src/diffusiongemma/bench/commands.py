@@ -226,7 +226,7 @@ def suite(
 
 @app.command("cpu-step")
 def cpu_step(
-    preset: Annotated[str, typer.Option(help="A geometry by name; random weights in float32.")] = "100m",
+    preset: Annotated[str, typer.Option(help="nano, or a geometry by name: random weights in float32.")] = "100m",
     prefix: Prefix = 512,
     repeat: Annotated[int, typer.Option("--repeat", "--rounds", min=1, help="Timed rounds, alternating.")] = 9,
     peer: Annotated[Peer | None, typer.Option(help="Whom to measure beside us.")] = None,

@@ -1,6 +1,7 @@
 """One denoising step on a CPU, ours and Transformers' on the same weights in the same run.
 
-`dgemma bench cpu-step --peer transformers`
+`dgemma bench cpu-step --peer transformers`, or `--preset nano`: the embedded model, in int8 as the engine runs it and
+in float32.
 """
 
 from __future__ import annotations
@@ -17,30 +18,37 @@ from diffusiongemma.bench.floor import expected_hit, step_work
 from diffusiongemma.bench.hardware import card_of
 from diffusiongemma.bench.peer import VISION, import_transformers
 from diffusiongemma.bench.timing import Outcome, alternate, machine, median_ratio
-from diffusiongemma.checkpoint import save_model
+from diffusiongemma.checkpoint import load_model, save_model
 from diffusiongemma.config import ModelConfig
+from diffusiongemma.engine.engine import ASSETS
 from diffusiongemma.model import DiffusionGemma
+from diffusiongemma.model.quantize import describe, formats_in
+
+NANO = "nano"
 
 
 @torch.inference_mode()
 def measure_cpu_step(preset: str, prefix: int, rounds: int, peer: str | None, seed: int = 0) -> Outcome:
-    config = ModelConfig.preset(preset, vision_config=VISION)
-    model = DiffusionGemma(config).init_weights(seed).eval()
+    model = plain = _network(preset, seed)
+    if preset == NANO:
+        model = load_model(ASSETS / NANO)
+    config = model.config
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, config.vocab_size, (1, prefix), generator=generator)
     canvas = torch.randint(0, config.vocab_size, (1, config.canvas_length), generator=generator)
 
-    cache = model.new_cache(1, prefix + config.canvas_length)
-    model.encode(tokens, cache)
-    first = model.denoise(canvas, cache)
-    contestants: dict[str, Callable[[], Tensor]] = {"diffusiongemma": lambda: model.denoise(canvas, cache, first)}
+    step, first = _step(model, tokens, canvas)
+    contestants: dict[str, Callable[[], Tensor]] = {"diffusiongemma": step}
+    if plain is not model:
+        contestants["float32"], first = _step(plain, tokens, canvas)
     if peer is not None:
-        contestants[peer] = _transformers_step(model, tokens, canvas, first)
-        difference = (contestants[peer]() - contestants["diffusiongemma"]()).abs().max().item()
+        contestants[peer] = _transformers_step(plain, tokens, canvas, first)
+        ours = "diffusiongemma" if plain is model else "float32"
+        difference = (contestants[peer]() - contestants[ours]()).abs().max().item()
 
     seconds = alternate(contestants, rounds)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters = sum(p.numel() for p in plain.parameters())
     rows = [("parameters", f"{parameters / 1e6:.1f} M"), ("prefix + canvas", f"{prefix} + {config.canvas_length}")]
     card, width = card_of(torch.device("cpu")), config.canvas_length
     floor = step_work(model, 1, prefix, width, expected_hit(model, width)).seconds(card)
@@ -49,11 +57,31 @@ def measure_cpu_step(preset: str, prefix: int, rounds: int, peer: str | None, se
     result = {"bench": "cpu-step", "preset": preset, "prefix": prefix, "parameters": parameters, **machine()}
     result |= {"machine": card.to_dict(), "floor_ms": 1e3 * floor}
     result["milliseconds"] = {name: round(1e3 * value, 2) for name, value in medians.items()}
+    if plain is not model:
+        ratio = median_ratio(seconds["float32"], seconds["diffusiongemma"])
+        rows += [("float32 : diffusiongemma", f"{ratio:.3f}")]
+        result["float32_ratio"] = round(ratio, 4)
     if peer is not None:
         ratio = median_ratio(seconds[peer], seconds["diffusiongemma"])
         rows += [(f"{peer} : diffusiongemma", f"{ratio:.3f}"), ("largest logit difference", f"{difference:.1e}")]
         result |= {"ratio": round(ratio, 4), "difference": difference}
-    return Outcome(f"one denoising step, {preset}, float32 on {torch.get_num_threads()} threads", rows, result)
+    weights = describe(formats_in(model).values()) if formats_in(model) else "float32"
+    return Outcome(f"one denoising step, {preset}, {weights} on {torch.get_num_threads()} threads", rows, result)
+
+
+def _network(preset: str, seed: int) -> DiffusionGemma:
+    """In float32: random weights, or those of the embedded model."""
+    if preset == NANO:
+        return load_model(ASSETS / NANO, quantize="none")
+    return DiffusionGemma(ModelConfig.preset(preset, vision_config=VISION)).init_weights(seed).eval()
+
+
+def _step(model: DiffusionGemma, tokens: Tensor, canvas: Tensor) -> tuple[Callable[[], Tensor], Tensor]:
+    """A conditioned step over these tokens, and the logits that it is conditioned on."""
+    cache = model.new_cache(1, tokens.shape[1] + canvas.shape[1])
+    model.encode(tokens, cache)
+    first = model.denoise(canvas, cache)
+    return lambda: model.denoise(canvas, cache, first), first
 
 
 def _transformers_step(model: DiffusionGemma, tokens: Tensor, canvas: Tensor, first: Tensor) -> Callable[[], Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from diffusiongemma.checkpoint.target import empty_model, pick_device, pick_dtyp
 from diffusiongemma.config import ModelConfig
 from diffusiongemma.errors import CheckpointError, ConfigError
 from diffusiongemma.model import DiffusionGemma
-from diffusiongemma.model.quantize import Scheme, describe, formats_in, shapes_of
+from diffusiongemma.model.quantize import Scheme, describe, formats_in, int8_runs, shapes_of
 from diffusiongemma.ops.int8_cpu import use_int8
 from diffusiongemma.ops.quant import Format, dequantize_into, quantize_into
 
@@ -88,17 +88,12 @@ def load_model(
     model = empty_model(config, target, computes_in, formats)
     _fill(model, plan, progress)
     _check_copies(model, plan)
-    if _int8_runs(target, computes_in, formats.values()):
+    if int8_runs(target, computes_in, formats.values()):
         use_int8(model)
     if plan.vision:
         log.info("%d vision tensors are kept aside: this version reads text, images come later", len(plan.vision))
     setattr(model, _SOURCE, Source(folder.absolute(), tuple(sorted(info.name for info in plan.vision))))
     return model.requires_grad_(False).eval()
-
-
-def _int8_runs(device: torch.device, dtype: torch.dtype, formats: Iterable[Format | None]) -> bool:
-    """Can a CPU multiply integers for all of these?"""
-    return device.type == "cpu" and dtype == torch.float32 and set(formats) == {Format("int8")}
 
 
 def _formats(
@@ -111,7 +106,7 @@ def _formats(
     if quantize is None:
         found_formats = [fmt for found in stored.values() for fmt in found]
         small = device.type != "cpu" and any(fmt is not None and fmt.kind != "int8" for fmt in found_formats)
-        quantize = "stored" if small or _int8_runs(device, dtype, found_formats) else "none"
+        quantize = "stored" if small or int8_runs(device, dtype, found_formats) else "none"
     if quantize == "none":
         return {}
     if not stored:

@@ -19,6 +19,7 @@ from diffusiongemma.config import ModelConfig
 from diffusiongemma.errors import ConfigError
 from diffusiongemma.model.layers import Experts
 from diffusiongemma.model.network import DiffusionGemma, Embedding
+from diffusiongemma.ops.int8_cpu import use_int8
 from diffusiongemma.ops.linear import Linear
 from diffusiongemma.ops.quant import Format, pack_int4, parse_format, quantize_into
 from diffusiongemma.ops.quantized import QuantEmbedding, QuantExperts, QuantLinear, QuantWeight
@@ -101,6 +102,11 @@ def formats_in(model: DiffusionGemma) -> dict[str, Format]:
     return {name: module.format for name, module in model.named_modules() if isinstance(module, QuantWeight)}
 
 
+def int8_runs(device: torch.device, dtype: torch.dtype, formats: Iterable[Format | None]) -> bool:
+    """Can products of integers (ops/int8_cpu.py) compute a network with weights in these formats?"""
+    return device.type == "cpu" and dtype == torch.float32 and set(formats) == {Format("int8")}
+
+
 def describe(formats: Iterable[Format | None]) -> str:
     """In a word or two, for people: 'int4 in groups of 64, fp8, int8'."""
     return ", ".join(dict.fromkeys(str(fmt) for fmt in formats if fmt is not None)) or "not quantised"
@@ -141,6 +147,8 @@ def random_network(
                     scale.fill_(std / _STEPS)
                 else:
                     quantize_into(rows, module.format, q, scale)
+    if int8_runs(torch.device(device), dtype, formats_in(model).values()):
+        use_int8(model)
     return model
 
 
