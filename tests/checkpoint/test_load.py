@@ -145,7 +145,7 @@ def test_a_bar_only_where_it_can_be_seen(
 def python(code: str, *args: object) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", textwrap.dedent(code), *map(str, args)]
-    return subprocess.run(command, timeout=120, capture_output=True, text=True, env=environment)
+    return subprocess.run(command, timeout=600, capture_output=True, text=True, env=environment)
 
 
 MEASURE = """

@@ -1,9 +1,11 @@
 from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, expect, sync_playwright
 
-from studio.stage import Seen, Served, find_chromium, launch, open_studio, serve
+from studio.stage import HANGS, Seen, Served, find_chromium, launch, open_studio, serve
+
+expect.set_options(timeout=1000 * HANGS)  # of itself five seconds
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +29,7 @@ def served(browser: Browser) -> Iterator[Served]:
 @pytest.fixture
 def context(browser: Browser) -> Iterator[BrowserContext]:
     made = browser.new_context(viewport={"width": 1280, "height": 860}, color_scheme="light")
+    made.set_default_timeout(1000 * HANGS)
     yield made
     made.close()
 
