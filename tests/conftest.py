@@ -2,9 +2,12 @@
 surroundings on every machine."""
 
 import os
+import random
+import secrets
 import shutil
+import sys
 
-from hypothesis import HealthCheck, settings  # it imports neither
+from hypothesis import HealthCheck, settings
 
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton, which parts of torch import too
@@ -24,3 +27,11 @@ patient = settings(deadline=None, print_blob=True, database=None, suppress_healt
 settings.register_profile("house", patient, derandomize=True)
 settings.register_profile("explore", patient, derandomize=False)
 settings.load_profile("house")
+
+
+def pytest_runtest_setup() -> None:
+    """Chance that a test does not seed itself must not depend on the day, nor on which tests ran before it."""
+    random.seed(0)
+    secrets.randbits = random.Random(0).getrandbits  # where the package takes a seed from, if it is given none
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)

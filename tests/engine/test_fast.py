@@ -22,7 +22,7 @@ from diffusiongemma.model import CacheRow
 from diffusiongemma.model.backend import torch_ops
 from diffusiongemma.model.pool import CachePool
 from diffusiongemma.text.bytes import byte_tokenizer
-from engine.runners import CONFIG, SMALL, BoardDraws, fast_engine, make_model, plain_engine, told
+from engine.runners import CONFIG, SMALL, BoardDraws, all_at_once, fast_engine, make_model, plain_engine, told
 
 Rows, Passes = Sequence[CacheRow], list[list[int]]
 Encode = Callable[[Tensor, Rows, list[int]], Tensor]
@@ -96,16 +96,6 @@ def test_mixed_with_what_goes_the_plain_way() -> None:
         assert got[3] == told(plain.submit(asked[3]))
         assert got[0] == told(plain.submit(asked[0], draws=BoardDraws(5)))
         assert got[2] == told(plain.submit(asked[2], draws=BoardDraws(5)))
-
-
-def all_at_once(engine: Engine, asked: list[Request]) -> list[list[tuple[object, ...]]]:
-    """Without the engine's thread, which may begin before the last has come: who runs beside whom is settled."""
-    prepared = [engine._prepare(request, None) for request in asked]
-    for sequence, _ in prepared:
-        engine.scheduler.add(sequence)
-    while engine.scheduler.busy:
-        engine.scheduler.tick()
-    return [told(handle) for _, handle in prepared]
 
 
 def count_launches(engine: Engine) -> list[int]:

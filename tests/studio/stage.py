@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import signal
 import socket
@@ -15,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from random import SystemRandom
 from typing import Any
 
 import httpx
@@ -78,7 +78,7 @@ def free_port() -> int:
     while True:
         with socket.socket() as trial:
             try:
-                trial.bind(("127.0.0.1", port := random.randrange(20_000, 30_000)))
+                trial.bind(("127.0.0.1", port := SystemRandom().randrange(20_000, 30_000)))
                 return port
             except OSError:
                 continue
