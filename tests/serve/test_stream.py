@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from diffusiongemma.serve.stream import text_pieces
+from diffusiongemma.serve.stream import event, text_pieces
 from diffusiongemma.text.bytes import byte_tokenizer
 from serve.live import HANGS, QUICK, Live, serving, sse, wait_until
 
@@ -78,6 +78,14 @@ def test_pieces_join_to_the_text() -> None:
     assert pieces == ["a", "", "", "€", "b", "<eos>", "", "\ufffd"]
     assert special == [5]
     assert text_pieces(tokenizer, []) == ([], [])
+
+
+def test_no_text_ends_a_line() -> None:
+    """A draft may hold any character, and httpx takes more for the end of a line than the standard does."""
+    text = "".join(map(chr, [*range(0x20), 0x7F, 0x85, 0x2028, 0x2029])) + "é\\u2028"
+    data, *rest = event({"tokens": [text]}).decode().splitlines()
+    assert rest == [""]
+    assert json.loads(data.removeprefix("data: ")) == {"tokens": [text]}
 
 
 def raw_request(live: Live, body: dict[str, Any], receive_buffer: int) -> socket.socket:
