@@ -26,7 +26,7 @@ HERE = "nano" if (ASSETS / "nano" / "config.json").is_file() else "random:tiny"
 MODEL = os.environ.get("DGEMMA_TEST_MODEL", HERE)
 SHIPPED = MODEL == "nano"
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
-FLAGS += ["--disable-sync", "--no-first-run"]
+FLAGS += ["--disable-sync", "--no-first-run", "--disable-dev-shm-usage"]  # the last: a container may have little of it
 NAMES = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
 HANGS = 240.0  # seconds after which something hangs; on a busy machine an icon alone takes more than 40
 
