@@ -13,7 +13,7 @@ if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton, which parts of torch import too
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Some virtual machines promise AMX and die in it (`ops/cpu.py`): bfloat16 in tests must not depend on which one this is.
+# Some virtual machines promise AMX and die in it (`ops/cpu.py`): tests must not depend on which one this is.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 # What rich and typer print must not depend on the terminal of the day, nor on who runs the tests.
 os.environ["COLUMNS"] = "100"
