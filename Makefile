@@ -10,6 +10,7 @@ WORKERS ?= 2
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
+export PIP_RETRIES ?= 10
 export PYTHONUTF8 := 1
 
 .DEFAULT_GOAL := help

@@ -71,7 +71,7 @@ def sharded(single: Files, stock_tensors: dict[str, torch.Tensor]) -> Files:
 
 
 @contextmanager
-def hang_is_a_failure(seconds: int = 20) -> Iterator[None]:
+def hang_is_a_failure(seconds: int = 120) -> Iterator[None]:
     def ring(*_: object) -> None:
         raise AssertionError(f"still busy after {seconds} seconds")
 

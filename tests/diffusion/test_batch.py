@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from diffusion.margins import slack, tolerance
 from diffusiongemma.diffusion import (
     Canvas,
     ConfidenceThreshold,
@@ -92,13 +93,16 @@ def test_a_board_goes_the_way_of_its_denoisers(asked: list[tuple[Denoiser, int, 
             if canvases[row].done:
                 continue
             draws = Given(chance.uniform[row], chance.noise[row])
+            # Where a decision is as close as rounding, either way is right, and the two may part: no example.
+            within = tolerance(logits[row], denoiser.schedule.at(denoiser.schedule.steps - step))
+            assume(slack(denoiser, canvases[row], logits[row], draws.uniform) > within)
             canvas = canvases[row] = denoiser.step(canvases[row], logits[row].clone(), draws)
             outcome = Outcome.read(board.out[row])
             assert torch.equal(outcome.argmax, canvas.argmax)
             assert torch.equal(outcome.accepted, canvas.accepted)
             assert torch.equal(board.tokens[row], canvas.tokens)
-            torch.testing.assert_close(outcome.entropy, canvas.entropy, atol=1e-5, rtol=1e-4)
-            assert outcome.mean_entropy == pytest.approx(canvas.mean_entropy, abs=1e-5, rel=1e-4)
+            torch.testing.assert_close(outcome.entropy, canvas.entropy, atol=within, rtol=0)
+            assert outcome.mean_entropy == pytest.approx(canvas.mean_entropy, abs=within, rel=0)
             assert outcome.done == canvas.done
             assert bool((board.soft[row] == 0).all()) == denoiser.forgets(canvas)
 

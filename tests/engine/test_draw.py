@@ -20,7 +20,7 @@ from diffusiongemma.engine.runner import draw_token
 from diffusiongemma.model import CacheRow
 from diffusiongemma.ops import vocab
 from diffusiongemma.text.bytes import byte_tokenizer
-from engine.runners import CONFIG, SMALL, BoardDraws, fast_engine, make_model, plain_engine, told
+from engine.runners import CONFIG, SMALL, BoardDraws, all_at_once, fast_engine, make_model, plain_engine, told
 
 prompts = st.lists(st.integers(3, 383), min_size=1, max_size=40).map(tuple)
 forbidden = st.lists(st.integers(0, 383), max_size=4).map(tuple)
@@ -250,7 +250,7 @@ def test_rows_that_move() -> None:
         for i in range(16)
     ]
     with fast_engine(limits) as engine, plain_engine() as plain:
-        got = run(engine, asked)
+        got = all_at_once(engine, asked)
         runner = engine.scheduler.runner
         assert isinstance(runner, FastRunner)
         assert runner.pool.moves > 2

@@ -22,7 +22,7 @@ from diffusiongemma.model import CacheRow
 from diffusiongemma.model.backend import torch_ops
 from diffusiongemma.model.pool import CachePool
 from diffusiongemma.text.bytes import byte_tokenizer
-from engine.runners import CONFIG, SMALL, BoardDraws, fast_engine, make_model, plain_engine, told
+from engine.runners import CONFIG, SMALL, BoardDraws, all_at_once, fast_engine, make_model, plain_engine, told
 
 Rows, Passes = Sequence[CacheRow], list[list[int]]
 Encode = Callable[[Tensor, Rows, list[int]], Tensor]
@@ -153,8 +153,7 @@ def test_rows_fit_however_long_it_runs() -> None:
             Request(tuple(range(3 + i, 12 + i + i % 7)), SamplingParams.build(max_new_tokens=20 + i, steps=2, seed=i))
             for i in range(20)
         ]
-        handles = [engine.submit(request) for request in asked]
-        got = [told(handle) for handle in handles]
+        got = all_at_once(engine, asked)
         assert runner.pool.moves > 3
         for i, request in enumerate(asked):
             alone = told(plain.submit(request, draws=BoardDraws(i)))
@@ -169,9 +168,7 @@ def test_rows_are_told_where_they_moved() -> None:
         assert isinstance(runner, FastRunner)
         short = Request((4, 5, 6), SamplingParams.build(max_new_tokens=20, steps=2, seed=1))
         long = Request((7, 8, 9), SamplingParams.build(max_new_tokens=40, steps=60, seed=2, early_stop=False))
-        handles = [engine.submit(short), engine.submit(long)]
-        more = [engine.submit(Request((9, i), short.params)) for i in range(3, 9)]
-        got = [told(handle) for handle in (*handles, *more)]
+        got = all_at_once(engine, [short, long, *(Request((9, i), short.params) for i in range(3, 9))])
         assert runner.pool.moves
         assert got[1][:-1] == told(plain.submit(long, draws=BoardDraws(2)))[:-1]
 
@@ -218,7 +215,7 @@ def test_prompts_and_commits_of_all_users_share_a_pass() -> None:
     for chunk in (160, 32):
         limits = Limits(max_rows=8, max_bytes=SMALL, chunk=chunk)
         with fast_engine(limits) as engine:
-            scheduler, runner = engine.scheduler, engine.scheduler.runner
+            runner = engine.scheduler.runner
             assert isinstance(runner, FastRunner)
             counts = passes[chunk] = []
             encode = runner.slate.encode
@@ -236,12 +233,7 @@ def test_prompts_and_commits_of_all_users_share_a_pass() -> None:
             runner.slate.encode = spy  # type: ignore[method-assign, assignment]
             params = {"max_new_tokens": 32, "steps": 2, "early_stop": False}
             asked = [Request(tuple(range(i, i + 20)), SamplingParams.build(**params, seed=i)) for i in range(3, 11)]
-            prepared = [engine._prepare(request, None) for request in asked]
-            for sequence, _ in prepared:
-                scheduler.add(sequence)
-            while scheduler.busy:
-                scheduler.tick()
-            texts[chunk] = [told(handle) for _, handle in prepared]
+            texts[chunk] = all_at_once(engine, asked)
     assert passes[160] == [[20] * 8, [16] * 8]
     assert len(passes[32]) > 8
     assert texts[160] == texts[32]

@@ -1,7 +1,6 @@
 """Holes: the text around them stays byte for byte, the best candidate wins, and a batch changes nothing."""
 
 import math
-import time
 from dataclasses import replace
 
 import pytest
@@ -18,6 +17,7 @@ from diffusiongemma.tasks import format as task_format
 from diffusiongemma.text.exact import encode_exact, exact_text
 from diffusiongemma.text.fim import FimTokens, share
 from engine.holes import FIM, PLAIN, engine, model, new_engine, tokenizer
+from engine.test_engine import wait_idle
 
 TEXTS = st.text(max_size=12)
 WIDE = 32  # the model's canvas
@@ -36,14 +36,6 @@ def run_alone(own: Engine, request: Request) -> tuple[list[int], float | None]:
     tokens = collect(handle).tokens
     assert handle.sequence is not None
     return tokens, handle.sequence.score
-
-
-def wait_until_idle(own: Engine) -> None:
-    for _ in range(500):
-        if not own.scheduler.busy:
-            return
-        time.sleep(0.01)
-    raise AssertionError("the engine is still busy")
 
 
 # ---- the text around a hole ------------------------------------------------------------------------------------------
@@ -409,7 +401,7 @@ def test_who_leaves_the_stream_frees_everything() -> None:
     stream = own.infill_stream("a" * 40, "b", max_new_tokens=16, steps=1000)
     assert isinstance(next(iter(stream)), Draft)
     stream.close()
-    wait_until_idle(own)
+    wait_idle(own)
     assert own.scheduler.reserved == 0
     assert own.scheduler.prefixes.nbytes == 0
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from diffusiongemma.engine import Draft, End, Engine, Event
 from diffusiongemma.engine.worker import Scope
-from engine.test_engine import make_engine, wait_idle
+from engine.test_engine import make_engine, wait_idle, wait_until
 
 
 def kill(engine: Engine) -> None:
@@ -52,10 +50,7 @@ def test_who_asks_again_from_the_end_event_is_served_by_the_new_thread() -> None
 
         kill(engine)
         engine.submit(engine.request([3, 4], max_new_tokens=100, steps=48), retry)
-        until = time.monotonic() + 10
-        while not any(isinstance(event, End) for event in again):
-            assert time.monotonic() < until
-            time.sleep(0.005)
+        wait_until(lambda: any(isinstance(event, End) for event in again))
         assert again[-1].finish_reason == "length"
 
 

@@ -8,7 +8,7 @@ from serve.live import EMBEDDED, Live, random_model, serving
 @pytest.fixture(scope="session")
 def live() -> Iterator[Live]:
     """One server for all tests that leave it as they found it."""
-    with serving(batch=4, queue=64) as server:
+    with serving(batch=4, queue=64, stall_seconds=600.0) as server:  # a test may read nothing for a while
         yield server
 
 

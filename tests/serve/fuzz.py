@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from schemathesis import checks as promised
 
-from serve.live import Live, serving
+from serve.live import HANGS, Live, serving
 
 CHECKS = [
     promised.not_a_server_error,
@@ -137,7 +137,7 @@ class Fuzz:
             case.body = cheap(case.body, self.live.model)
             if luck:  # else the server must find out what does not hang together
                 case.body = coherent(case.body)
-            response = case.call(base_url=self.live.url, session=session, timeout=60)
+            response = case.call(base_url=self.live.url, session=session, timeout=HANGS)
             self.found[f"{case.method} {case.path} {response.status_code}"] += 1
             case.validate_response(response, checks=CHECKS)
             if response.headers["content-type"][0].startswith("text/event-stream"):

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +35,7 @@ EMBEDDED = "nano" if (ASSETS / "nano" / "config.json").is_file() else ""
 
 QUICK: dict[str, Any] = {"steps": 3, "canvas": 16}  # a canvas of a few milliseconds
 ENDLESS: dict[str, Any] = {"steps": 1000, "early_stop": False, "canvas": 16}  # … and one that takes its time
+HANGS = 120.0  # seconds after which something hangs; a machine that others use as well may be slow
 
 
 @cache
@@ -64,20 +65,39 @@ class Live:
 
     def client(self, **options: Any) -> httpx.Client:
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=60, **options)
+        return httpx.Client(base_url=self.url, headers=headers, timeout=HANGS, **options)
 
     def post(self, path: str, body: dict[str, Any], **options: Any) -> httpx.Response:
         with self.client() as client:
             return client.post(path, json={"model": self.model} | body, **options)
 
-    def wait_idle(self, seconds: float = 10.0) -> None:
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
+    def wait_idle(self) -> None:
+        def idle() -> bool:
             health = self.server.state.health()
-            if health.running == health.waiting == 0 and not self.engine.scheduler.busy:
-                return
-            time.sleep(0.005)
-        raise AssertionError(f"still busy: {health}")
+            return health.running == health.waiting == 0 and not self.engine.scheduler.busy
+
+        wait_until(idle, "the engine is idle")
+
+    @contextmanager
+    def held(self) -> Iterator[Callable[[], None]]:
+        """The engine stands still behind its next step -> what lets it go on. Who runs and who waits is settled then,
+        however fast requests come and steps go."""
+        released = False
+
+        def stand() -> None:
+            while not released:
+                time.sleep(0.001)  # not an Event: a thread that is to die must notice it
+
+        def release() -> None:
+            nonlocal released
+            released = True
+
+        self.engine.scheduler.on_tick = stand
+        try:
+            yield release
+        finally:
+            self.engine.scheduler.on_tick = None
+            release()
 
 
 @contextmanager
@@ -89,15 +109,12 @@ def serving(**options: Any) -> Iterator[Live]:
     thread.start()
     live = Live(server, f"http://127.0.0.1:{listener.getsockname()[1]}", settings.keys[0] if settings.keys else None)
     try:
-        until = time.monotonic() + 60
-        while server.state.status == "loading":
-            assert time.monotonic() < until, "the model was not loaded in time"
-            assert server.state.load_error is None, server.state.load_error
-            time.sleep(0.01)
+        wait_until(lambda: server.state.status != "loading" or server.state.load_error is not None, "loaded")
+        assert server.state.load_error is None, server.state.load_error
         yield live
     finally:
         server.stop()
-        thread.join(60)
+        thread.join(HANGS)
         assert not thread.is_alive()
 
 
@@ -113,22 +130,40 @@ def process(*args: str, model: str = "") -> Iterator[tuple[subprocess.Popen[str]
     finally:
         if started.poll() is None:
             started.kill()
-        started.wait(30)
+        started.wait(HANGS)
         for pipe in (started.stdout, started.stderr):
             if pipe is not None:
                 pipe.close()
 
 
-def wait_ready(url: str, seconds: float = 60.0) -> None:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
+def wait_until(true: Callable[[], bool], what: str = "what was waited for") -> None:
+    until = time.monotonic() + HANGS
+    while not true():
+        assert time.monotonic() < until, f"{what}: not after {HANGS:.0f} s"
+        time.sleep(0.005)
+
+
+def send(method: str, url: str, **options: Any) -> httpx.Response:
+    """Of itself httpx waits five seconds for an answer, which is little on a busy machine."""
+    return httpx.request(method, url, **{"timeout": HANGS} | options)
+
+
+def get(url: str, **options: Any) -> httpx.Response:
+    return send("GET", url, **options)
+
+
+def post(url: str, body: dict[str, Any], **options: Any) -> httpx.Response:
+    return send("POST", url, json=body, **options)
+
+
+def wait_ready(url: str) -> None:
+    def ready() -> bool:
         try:
-            if httpx.get(url + "/ready").status_code == 200:
-                return
+            return get(url + "/ready").status_code == 200
         except httpx.TransportError:
-            pass
-        time.sleep(0.02)
-    raise AssertionError("the server was not ready in time")
+            return False
+
+    wait_until(ready, "the server is ready")
 
 
 def run_async(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -37,7 +37,7 @@ def here(code: str, live: Live) -> str:
 
 
 def run(command: list[str], source: str | None = None) -> str:
-    result = subprocess.run(command, input=source, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, input=source, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

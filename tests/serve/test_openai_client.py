@@ -12,7 +12,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from serve.live import EMBEDDED, ENDLESS, QUICK, Live, random_model, run_async, serving
+from serve.live import EMBEDDED, ENDLESS, HANGS, QUICK, Live, random_model, run_async, serving
 
 ASK: list[Any] = [{"role": "user", "content": "12 + 30 ="}]
 EXTRA = {"diffusion": QUICK}
@@ -36,7 +36,7 @@ def live(embedded: Live) -> Live:
 
 @pytest.fixture(scope="module")
 def client(live: Live) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0, timeout=HANGS) as client:
         yield client
 
 
@@ -376,7 +376,7 @@ def test_errors_that_are_no_mistakes_of_the_request(narrow: Live, monkeypatch: p
     origin = {"Origin": "https://elsewhere.example"}
     with OpenAI(api_key=key, default_headers=origin, **options) as page, pytest.raises(openai.PermissionDeniedError):
         chat(page, narrow)
-    with OpenAI(api_key=key, timeout=60, **options) as client, ThreadPoolExecutor(8) as pool:
+    with OpenAI(api_key=key, timeout=HANGS, **options) as client, ThreadPoolExecutor(8) as pool:
         slow = {"max_tokens": 200, "extra_body": {"diffusion": ENDLESS}}
         asked = [pool.submit(chat, client, narrow, **slow) for _ in range(8)]
         errors = [future.exception() for future in asked]
@@ -405,6 +405,7 @@ def test_errors_that_are_no_mistakes_of_the_request(narrow: Live, monkeypatch: p
                 pass
         assert broke.value.code == "time_limit"
         # A client that may retry does so, after the time that it was told, and gets its answer.
+        object.__setattr__(narrow.server.state.settings, "request_seconds", HANGS)
         with ThreadPoolExecutor(6) as many:
             quick = {"max_tokens": 8, "extra_body": EXTRA}
             patient = client.with_options(max_retries=8)

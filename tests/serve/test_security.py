@@ -9,7 +9,6 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 from typer.testing import CliRunner
 
@@ -19,7 +18,7 @@ from diffusiongemma.serve import logs
 from diffusiongemma.serve.metrics import ServerMetrics
 from diffusiongemma.serve.security import Keys
 from diffusiongemma.serve.settings import KEYS_VARIABLE, Settings, is_loopback, read_keys
-from serve.live import QUICK, Live, check_error, serving
+from serve.live import HANGS, QUICK, Live, check_error, get, post, send, serving, wait_until
 
 KEYS = ("first-key-0123456789", "second-key-0123456789")
 SECRET = "the-text-of-a-client"
@@ -39,22 +38,21 @@ def locked() -> Iterator[Live]:
 def test_no_key_no_answer(locked: Live, header: str | None) -> None:
     headers = {} if header is None else {"Authorization": header.encode("latin-1")}
     for path in ("/v1/models", "/metrics", "/docs", "/openapi.json", "/nowhere"):
-        response = httpx.get(locked.url + path, headers=headers)
+        response = get(locked.url + path, headers=headers)
         assert check_error(response, 401)["code"] == "invalid_api_key"
         assert response.headers["www-authenticate"] == "Bearer"
-    post = httpx.post(f"{locked.url}/v1/completions", json={"model": locked.model} | BODY, headers=headers)
-    check_error(post, 401)
+    check_error(post(f"{locked.url}/v1/completions", {"model": locked.model} | BODY, headers=headers), 401)
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_every_key_works(locked: Live, key: str) -> None:
     headers = {"Authorization": f"Bearer {key}"}
-    assert httpx.get(f"{locked.url}/v1/models", headers=headers).status_code == 200
+    assert get(f"{locked.url}/v1/models", headers=headers).status_code == 200
 
 
 def test_health_needs_no_key(locked: Live) -> None:
-    assert httpx.get(f"{locked.url}/health").json()["status"] == "ok"
-    assert httpx.get(f"{locked.url}/ready").status_code == 200
+    assert get(f"{locked.url}/health").json()["status"] == "ok"
+    assert get(f"{locked.url}/ready").status_code == 200
 
 
 def test_keys_are_told_apart_by_number() -> None:
@@ -117,32 +115,30 @@ def test_the_command_refuses_an_open_server() -> None:
 def test_a_foreign_name_is_not_answered(live: Live) -> None:
     """A page whose name was made to point here would otherwise be of the same origin."""
     for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "127.0.0.1@evil.example", ""):
-        error = check_error(httpx.get(f"{live.url}/health", headers={"Host": host}), 403)
+        error = check_error(get(f"{live.url}/health", headers={"Host": host}), 403)
         assert error["code"] == "foreign_host"
     for host in ("localhost", "LOCALHOST:1234", "127.0.0.1", "[::1]:8000"):
-        assert httpx.get(f"{live.url}/health", headers={"Host": host}).status_code == 200
+        assert get(f"{live.url}/health", headers={"Host": host}).status_code == 200
 
 
 def test_a_foreign_origin_is_not_answered(live: Live) -> None:
     for origin in ("https://evil.example", "null", "http://127.0.0.1:1", "http://127.0.0.1.evil.example"):
-        response = httpx.post(
-            f"{live.url}/v1/completions", json={"model": live.model} | BODY, headers={"Origin": origin}
-        )
+        response = post(f"{live.url}/v1/completions", {"model": live.model} | BODY, headers={"Origin": origin})
         assert check_error(response, 403)["code"] == "foreign_origin"
         assert "access-control-allow-origin" not in response.headers
-    assert httpx.get(f"{live.url}/v1/models", headers={"Origin": live.url}).status_code == 200
+    assert get(f"{live.url}/v1/models", headers={"Origin": live.url}).status_code == 200
 
 
 def test_a_named_origin_may_ask(locked: Live) -> None:
     ask = {"Origin": "https://friend.example", "Access-Control-Request-Method": "POST"}
     ask["Access-Control-Request-Headers"] = "authorization,content-type"
-    preflight = httpx.options(f"{locked.url}/v1/completions", headers=ask)
+    preflight = send("OPTIONS", f"{locked.url}/v1/completions", headers=ask)
     assert preflight.status_code == 200
     assert preflight.headers["access-control-allow-origin"] == "https://friend.example"
     answer = locked.post("/v1/completions", BODY, headers={"Origin": "https://friend.example"})
     assert answer.status_code == 200
     assert answer.headers["access-control-allow-origin"] == "https://friend.example"
-    other = httpx.options(f"{locked.url}/v1/completions", headers=ask | {"Origin": "https://other.example"})
+    other = send("OPTIONS", f"{locked.url}/v1/completions", headers=ask | {"Origin": "https://other.example"})
     check_error(other, 403)
 
 
@@ -150,13 +146,13 @@ def test_a_named_origin_may_ask(locked: Live) -> None:
 def test_only_json_is_read(live: Live, kind: str) -> None:
     """What a browser sends to any server without asking first does nothing here."""
     content = json.dumps({"model": live.model} | BODY).encode()
-    response = httpx.post(f"{live.url}/v1/completions", content=content, headers={"Content-Type": kind})
+    response = send("POST", f"{live.url}/v1/completions", content=content, headers={"Content-Type": kind})
     check_error(response, 415)
 
 
 def test_every_answer_is_guarded(live: Live) -> None:
     for path in ("/health", "/docs", "/v1/models", "/nowhere", "/metrics", "/docs.css"):
-        headers = httpx.get(live.url + path).headers
+        headers = get(live.url + path).headers
         assert "default-src 'none'" in headers["content-security-policy"]
         assert "unsafe" not in headers["content-security-policy"]
         assert headers["x-content-type-options"] == "nosniff"
@@ -166,7 +162,7 @@ def test_every_answer_is_guarded(live: Live) -> None:
 
 
 def test_the_docs_page_needs_nothing_from_elsewhere(live: Live) -> None:
-    page = httpx.get(f"{live.url}/docs").text
+    page = get(f"{live.url}/docs").text
     assert "<script" not in page
     assert "style=" not in page
     assert "http://" not in page.replace(live.url, "")
@@ -188,16 +184,22 @@ def test_nothing_of_a_client_is_in_logs_or_metrics(locked: Live) -> None:
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)
     try:
-        assert locked.post("/v1/completions", BODY).status_code == 200
-        locked.post("/v1/completions", BODY | {SECRET: 1})
-        locked.post("/v1/completions", BODY | {"diffusion": {"mode": SECRET}})
-        httpx.get(f"{locked.url}/v1/models", headers={"Authorization": f"Bearer {SECRET}"})
+        answers = [
+            locked.post("/v1/completions", BODY),
+            locked.post("/v1/completions", BODY | {SECRET: 1}),
+            locked.post("/v1/completions", BODY | {"diffusion": {"mode": SECRET}}),
+            get(f"{locked.url}/v1/models", headers={"Authorization": f"Bearer {SECRET}"}),
+        ]
+        names = [answer.headers["x-request-id"] for answer in answers]
+        # A line is written behind its answer.
+        wait_until(lambda: all(name in written.getvalue() for name in names), "a line for every request")
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
     lines = [json.loads(line) for line in written.getvalue().splitlines()]
-    requests = [line for line in lines if line["message"] == "request"]
-    assert [line["status"] for line in requests] == [200, 400, 400, 401]
+    found = {line["request_id"]: line for line in lines if line["message"] == "request"}
+    requests = [found[name] for name in names]
+    assert [line["status"] for line in requests] == [answer.status_code for answer in answers] == [200, 400, 400, 401]
     assert requests[0]["client"] == "key-1"
     assert requests[0]["user"] == "someone"
     assert requests[0]["request_id"].startswith("req_")
@@ -208,7 +210,7 @@ def test_nothing_of_a_client_is_in_logs_or_metrics(locked: Live) -> None:
         assert secret not in metrics
     assert 'dgemma_requests_total{path="/v1/completions",status="200"}' in metrics
     assert "dgemma_new_tokens_total" in metrics
-    httpx.get(f"{locked.url}/{SECRET}", headers={"Authorization": f"Bearer {KEYS[0]}"})
+    get(f"{locked.url}/{SECRET}", headers={"Authorization": f"Bearer {KEYS[0]}"})
     with locked.client() as client:
         assert SECRET not in client.get("/metrics").text  # nor a path that somebody made up
 
@@ -241,17 +243,17 @@ def test_a_full_disk_loses_lines_and_nothing_else() -> None:
 
 
 def test_unknown_paths_and_methods_have_the_body(live: Live) -> None:
-    check_error(httpx.get(f"{live.url}/v1/nowhere"), 404)
-    response = httpx.request("DELETE", f"{live.url}/v1/completions")
+    check_error(get(f"{live.url}/v1/nowhere"), 404)
+    response = send("DELETE", f"{live.url}/v1/completions")
     check_error(response, 405)
     assert response.headers["allow"] == "POST"
-    check_error(httpx.get(f"{live.url}/v1/models/../../etc/passwd"), 404)
-    check_error(httpx.get(f"{live.url}/studio/..%2f..%2fapp.py"), 404)
+    check_error(get(f"{live.url}/v1/models/../../etc/passwd"), 404)
+    check_error(get(f"{live.url}/studio/..%2f..%2fapp.py"), 404)
 
 
 def test_header_names_that_are_no_http(live: Live) -> None:
     host, port = live.url.removeprefix("http://").split(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=10)
+    connection = http.client.HTTPConnection(host, int(port), timeout=HANGS)
     connection.putrequest("GET", "/health", skip_host=True)
     connection.endheaders()
     response = connection.getresponse()

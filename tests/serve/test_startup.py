@@ -7,14 +7,13 @@ import os
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
 from diffusiongemma.serve import startup
 from diffusiongemma.serve.server import Server, bind
 from diffusiongemma.serve.settings import Settings
-from serve.live import EMBEDDED, random_model
+from serve.live import EMBEDDED, HANGS, random_model, wait_until
 
 # Each takes from a tenth of a second to seconds; torch itself imports none of them.
 SLOW = ("torch._dynamo", "torch._inductor", "triton", "sympy", "transformers", "huggingface_hub", "datasets",
@@ -43,7 +42,7 @@ server.state.close()
 
 def test_nothing_slow_is_imported_before_the_server_is_ready() -> None:
     command = [sys.executable, "-c", PROGRAM, EMBEDDED or random_model(), *SLOW]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
 
@@ -80,7 +79,7 @@ app(["serve"])
 
 def test_the_command_begins_so_before_torch_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(startup.WAIT_POLICY, raising=False)
-    done = subprocess.run([sys.executable, "-c", STAND_IN], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", STAND_IN], capture_output=True, text=True, timeout=HANGS)
     assert done.stdout.split() == ["False", "passive", "False"], done.stderr
 
 
@@ -92,10 +91,8 @@ def test_the_server_tells_once_that_loading_is_over(model: str) -> None:
     server, listener = Server(settings, lambda: told.append(server.state.status)), bind(settings)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
-    until = time.monotonic() + 60
-    while not told and time.monotonic() < until:
-        time.sleep(0.01)
+    wait_until(lambda: bool(told))
     server.stop()
-    thread.join(60)
+    thread.join(HANGS)
     assert told == (["loading"] if server.state.load_error else ["ok"])
     assert (server.state.load_error is None) == (model != "no-such-model")

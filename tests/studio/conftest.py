@@ -1,9 +1,12 @@
+import os
 from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Error, expect, sync_playwright
 
-from studio.stage import Seen, Served, find_chromium, launch, open_studio, serve
+from studio.stage import HANGS, Seen, Served, find_chromium, launch, open_studio, serve
+
+expect.set_options(timeout=1000 * HANGS)  # of itself five seconds
 
 
 @pytest.fixture(scope="session")
@@ -12,7 +15,12 @@ def browser() -> Iterator[Browser]:
     if path is None:
         pytest.skip("no Chromium on this machine: install one, or name it in the variable CHROMIUM")
     with sync_playwright() as playwright:
-        chromium = launch(playwright, path)
+        try:
+            chromium = launch(playwright, path)
+        except Error as error:
+            if "CHROMIUM" in os.environ:
+                raise
+            pytest.skip(f"the Chromium of this machine does not start: {error.message.splitlines()[0]}")
         yield chromium
         chromium.close()
 
@@ -27,6 +35,7 @@ def served(browser: Browser) -> Iterator[Served]:
 @pytest.fixture
 def context(browser: Browser) -> Iterator[BrowserContext]:
     made = browser.new_context(viewport={"width": 1280, "height": 860}, color_scheme="light")
+    made.set_default_timeout(1000 * HANGS)
     yield made
     made.close()
 

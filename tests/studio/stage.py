@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from random import SystemRandom
 from typing import Any
 
 import httpx
@@ -24,8 +26,9 @@ HERE = "nano" if (ASSETS / "nano" / "config.json").is_file() else "random:tiny"
 MODEL = os.environ.get("DGEMMA_TEST_MODEL", HERE)
 SHIPPED = MODEL == "nano"
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
-FLAGS += ["--disable-sync", "--no-first-run"]
+FLAGS += ["--disable-sync", "--no-first-run", "--disable-dev-shm-usage"]  # the last: a container may have little of it
 NAMES = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
+HANGS = 240.0  # seconds after which something hangs; on a busy machine an icon alone takes more than 40
 
 
 def find_chromium() -> str | None:
@@ -34,7 +37,7 @@ def find_chromium() -> str | None:
 
 
 def launch(playwright: Playwright, path: str) -> Browser:
-    return playwright.chromium.launch(executable_path=path, args=FLAGS)
+    return playwright.chromium.launch(executable_path=path, args=FLAGS, timeout=1000 * HANGS)
 
 
 @dataclass
@@ -45,30 +48,40 @@ class Served:
     process: subprocess.Popen[str]
     key: str | None = None
 
-    @property
-    def port(self) -> int:
-        return int(self.url.rsplit(":", 1)[1])
-
     def get(self, path: str) -> Any:
-        return httpx.get(self.url + path, timeout=10).json()
+        return httpx.get(self.url + path, timeout=HANGS).json()
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         model = self.get("/v1/models")["data"][0]["id"]
-        return httpx.post(self.url + path, json={"model": model, **body}, timeout=120).raise_for_status().json()
+        return httpx.post(self.url + path, json={"model": model, **body}, timeout=HANGS).raise_for_status().json()
 
-    def wait_idle(self, seconds: float) -> float:
-        """Seconds until nothing runs or waits any more."""
-        began = time.monotonic()
-        while time.monotonic() - began < seconds:
-            health = self.get("/health")
-            if health["running"] == health["waiting"] == 0:
-                return time.monotonic() - began
+    def left(self) -> float:
+        """How many requests have ended before their answer did, since nobody read it any more."""
+        lines = httpx.get(self.url + "/metrics", timeout=HANGS).text.splitlines()
+        gone = [line for line in lines if line.startswith("dgemma_requests_total{") and 'status="499"' in line]
+        return sum(float(line.split()[-1]) for line in gone)
+
+    def wait_left(self, count: float) -> None:
+        """Until so many have, and nothing runs or waits any more."""
+        until = time.monotonic() + HANGS
+        while self.left() < count or any(self.get("/health")[name] for name in ("running", "waiting")):
+            assert time.monotonic() < until, f"not stopped, or still busy: {self.get('/health')}"
             time.sleep(0.02)
-        raise AssertionError(f"still busy after {seconds} s: {health}")
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(30)
+        self.process.wait(HANGS)
+
+
+def free_port() -> int:
+    """One that can be taken again later: of itself the system hands out none below 32768, so it stays free."""
+    while True:
+        with socket.socket() as trial:
+            try:
+                trial.bind(("127.0.0.1", port := SystemRandom().randrange(20_000, 30_000)))
+                return port
+            except OSError:
+                continue
 
 
 @contextmanager
@@ -90,16 +103,16 @@ def serve(model: str = MODEL, port: int = 0, key: str | None = None) -> Iterator
         finally:
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)
-            process.wait(30)
+            process.wait(HANGS)
             if process.stdout is not None:
                 process.stdout.close()
 
 
 def _wait_ready(served: Served) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + HANGS
     while time.monotonic() < until:
         try:
-            if httpx.get(served.url + "/ready").status_code == 200:
+            if httpx.get(served.url + "/ready", timeout=HANGS).status_code == 200:
                 return
         except httpx.TransportError:
             pass
@@ -139,25 +152,49 @@ def watch(page: Page) -> Seen:
 
 def open_studio(context: BrowserContext, url: str, tab: str = "chat") -> Seen:
     page = context.new_page()
-    page.set_default_timeout(30_000)
+    page.set_default_timeout(1000 * HANGS)
     seen = watch(page)
     page.goto(f"{url}/#{tab}")
     page.wait_for_selector("html[data-started]", state="attached")
     return seen
 
 
-def wait_done(page: Page, tab: str, seconds: float = 40) -> None:
+def wait_done(page: Page, tab: str, seconds: float = HANGS) -> None:
     """Until what the tab's button started has come to its end."""
     page.wait_for_selector(f"#panel-{tab}:not([data-busy])", timeout=1000 * seconds)
 
 
 def notice(page: Page, selector: str) -> None:
-    """From now on, remember whether something like this was ever on the page: a draft may be gone within a frame."""
+    """From now on, remember whether something like this was ever on the page: a draft may be gone within a frame.
+
+    Streams are handed to the page event by event, a frame each: where it is slow, all drafts and the answer come at
+    once, and it rightly draws the answer alone.
+    """
     page.evaluate(
         """(selector) => {
             window.noticed = false;
             const look = () => { window.noticed ||= document.querySelector(selector) !== null; };
             new MutationObserver(look).observe(document.body, { subtree: true, childList: true, attributes: true });
+            const fetch = window.fetch, frame = () => new Promise(requestAnimationFrame);
+            window.fetch = async (...given) => {
+                const response = await fetch(...given);
+                if (!response.headers.get("Content-Type")?.startsWith("text/event-stream")) return response;
+                let rest = "";
+                const apart = new TransformStream({
+                    async transform(text, out) {
+                        const events = (rest + text).split("\\n\\n");
+                        rest = events.pop();
+                        for (const event of events) {
+                            out.enqueue(`${event}\\n\\n`);
+                            await frame();
+                            await frame();
+                        }
+                    },
+                    flush(out) { out.enqueue(rest); },
+                });
+                const paced = response.body.pipeThrough(new TextDecoderStream()).pipeThrough(apart);
+                return new Response(paced.pipeThrough(new TextEncoderStream()), response);
+            };
         }""",
         selector,
     )

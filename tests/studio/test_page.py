@@ -2,7 +2,7 @@
 
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 
-from studio.stage import MODEL, SHIPPED, Seen, Served, answer_chat, open_studio, serve, wait_done
+from studio.stage import MODEL, SHIPPED, Seen, Served, answer_chat, free_port, open_studio, serve, wait_done
 
 TABS = ("chat", "infill", "sudoku", "svg", "race")
 
@@ -143,8 +143,8 @@ def test_a_busy_server_is_said(studio: Seen) -> None:
 
 
 def test_a_lost_server_and_its_return(context: BrowserContext) -> None:
-    with serve("random:tiny") as first:
-        port = first.port
+    port = free_port()
+    with serve("random:tiny", port=port) as first:
         seen = open_studio(context, first.url)
         page = seen.page
         page.locator("#chat-options summary").click()
@@ -153,14 +153,14 @@ def test_a_lost_server_and_its_return(context: BrowserContext) -> None:
         page.locator("#chat-input").press("Enter")
         page.wait_for_selector(".turn.answer .timeline:not([hidden])")
         first.kill()
-        wait_done(page, "chat", 10)
+        wait_done(page, "chat")
         expect(page.locator("#panel-chat [role=alert]")).to_contain_text("No connection")
         expect(page.locator("#banner")).to_contain_text("does not answer")
         expect(page.locator("#status")).to_have_text("no connection")
         expect(page.locator(".turn.answer.broken .bubble")).to_be_visible()
     assert all("ERR_" in text for text in seen.complaints), seen.complaints
     with serve("random:tiny", port=port):
-        expect(page.locator("#banner")).to_be_hidden(timeout=15_000)
+        expect(page.locator("#banner")).to_be_hidden()
         expect(page.locator("#status")).to_have_text("ready")
         page.fill("#chat-options input[name=steps]", "2")
         page.fill("#chat-options input[name=max_tokens]", "8")

@@ -36,5 +36,5 @@ def test_both_run_and_replay(studio: Seen) -> None:
     notice(page, ".lane:not(.done)")
     page.click("#race-replay")
     page.wait_for_function("() => window.noticed")
-    expect(page.locator(".lane.done")).to_have_count(2, timeout=15_000)
+    expect(page.locator(".lane.done")).to_have_count(2)
     assert page.locator("[data-lane] [data-text]").all_inner_texts() == texts

@@ -123,10 +123,12 @@ def test_another_puzzle_while_one_is_solved(studio: Seen, served: Served) -> Non
     page = studio.page
     load(page)
     set_option(page, "sudoku", steps=1000, entropy_bound=0.001)
+    before = served.left()
     page.click("#panel-sudoku [data-go]")
+    page.wait_for_selector("#sudoku-timeline .timeline:not([hidden])")
     page.click("#sudoku-clear")
-    wait_done(page, "sudoku", 5)
-    served.wait_idle(5)
+    wait_done(page, "sudoku")
+    served.wait_left(before + 1)
     assert board(page) == "0" * 81
     expect(page.locator("#sudoku-verdict")).to_be_empty()
     expect(page.locator("#sudoku-timeline .timeline")).to_be_hidden()

@@ -147,9 +147,9 @@ def test_what_is_too_much_is_not_drawn(studio: Seen) -> None:
         return [drawing.shapes, performance.now() - began];
     }"""
     for text, shapes in TOO_MUCH:
-        found = studio.page.evaluate(script, text)
-        assert found[0] == shapes, text[:60]
-        assert found[1] < 1_000, (text[:60], "milliseconds")
+        tries = [studio.page.evaluate(script, text) for _ in range(3)]
+        assert {found for found, _ in tries} == {shapes}, text[:60]
+        assert min(milliseconds for _, milliseconds in tries) < 1_000, text[:60]  # a machine may be busy for a while
 
 
 def test_what_is_well_formed(studio: Seen) -> None:
@@ -175,15 +175,16 @@ def test_stop_reaches_the_engine(studio: Seen, served: Served) -> None:
     page = studio.page
     page.click("#tab-svg")
     set_option(page, "svg", steps=1000, entropy_bound=0.001)
+    before = served.left()
     page.click("#panel-svg [data-go]")
     page.wait_for_selector("#svg-timeline .timeline:not([hidden])")
     page.click("#panel-svg [data-go]")
-    wait_done(page, "svg", 5)
+    wait_done(page, "svg")
     expect(page.locator("#panel-svg [data-note]")).to_have_text("Stopped.")
-    assert served.wait_idle(5) < 3
+    served.wait_left(before + 1)
     expect(page.locator("#panel-svg [data-go]")).to_have_text("Draw")
     page.click("#panel-svg [data-go]")
     page.wait_for_selector("#svg-timeline .timeline:not([hidden])")
     page.locator("#svg-wish").press("Escape")
-    wait_done(page, "svg", 5)
-    served.wait_idle(5)
+    wait_done(page, "svg")
+    served.wait_left(before + 2)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -64,6 +65,31 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     counts, solved = solve_all(made.puzzle)
     assert counts.tolist() == [1, 1]
     assert np.array_equal(solved.solution, made.solution)
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What is compiled comes here."""
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.skipif(native() is None, reason="no C compiler")
+def test_what_was_compiled_for_another_processor_is_not_run(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for flags in (b"flags: old", b"flags: new", b"flags: new"):
+        monkeypatch.setattr(sudoku_gen, "_instructions", lambda flags=flags: flags)
+        assert native.__wrapped__() is not None
+    assert len(list(own_folder.rglob("*.so"))) == 2
+
+
+@pytest.mark.skipif(native() is None, reason="no C compiler")
+@pytest.mark.usefixtures("own_folder")
+def test_a_folder_that_nothing_may_be_run_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str) -> None:
+        raise OSError(f"{path}: failed to map segment from shared object")
+
+    monkeypatch.setattr("ctypes.CDLL", refuse)
+    assert native.__wrapped__() is None
 
 
 @pytest.mark.skipif(native() is None, reason="no C compiler")

@@ -80,7 +80,7 @@ def test_endless_templates_end(source: str) -> None:
     start = time.monotonic()
     with pytest.raises(TokenizerError):
         template.render(MESSAGES)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60  # without a limit: hours, or no memory left
 
 
 @pytest.mark.parametrize("source", [*GREEDY.values(), *ESCAPES.values()], ids=[*GREEDY, *ESCAPES])
@@ -88,7 +88,7 @@ def test_greedy_and_escaping_templates_are_refused(source: str) -> None:
     start = time.monotonic()
     with pytest.raises(TokenizerError, match="refuses"):
         ChatTemplate(source).render(MESSAGES)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60  # without a limit: hours, or no memory left
 
 
 @pytest.mark.parametrize("source", BROKEN.values(), ids=BROKEN.keys())

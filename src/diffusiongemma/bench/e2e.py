@@ -37,7 +37,8 @@ def measure_e2e(
     seconds = statistics.median(run.seconds for run in ran[1:])
     floor = request_seconds(subject.model, subject.card, 1, prefix, wanted, steps, width, chunk)
     passes = ran[0].results[0].metrics.steps
-    without = wanted / (seconds - prefill)
+    # A machine that was busy while the prompt alone was read leaves nothing to subtract from.
+    without = wanted / (seconds - prefill if prefill < seconds else seconds)
     config = {"prefix": prefix, "tokens": wanted, "steps": steps, "canvas": width, "repeat": repeat}
     title, rows = subject.heading("one user, end to end", **config)
     rows += [

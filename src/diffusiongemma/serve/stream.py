@@ -20,6 +20,9 @@ from diffusiongemma.text import Tokenizer
 log = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
 ALIVE = b": alive\n\n"  # a comment, which clients skip
+# Beside \r and \n, which JSON escapes anyway, these end a line for Python's splitlines, and so for whoever reads with
+# httpx: a token of a draft would cut its event in two.
+BREAKS = {char.encode(): f"\\u{ord(char):04x}".encode() for char in "\x85\u2028\u2029"}
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,10 @@ def new_id(kind: str) -> str:
 
 
 def event(data: Any, name: str | None = None) -> bytes:
-    line = b"data: " + to_json(data) + b"\n\n"
+    text = to_json(data)
+    for raw, escaped in BREAKS.items():
+        text = text.replace(raw, escaped)
+    line = b"data: " + text + b"\n\n"
     return line if name is None else b"event: " + name.encode() + b"\n" + line
 
 

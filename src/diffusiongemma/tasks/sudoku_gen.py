@@ -6,10 +6,12 @@ where not (about 40); both are deterministic in their seed, each in its own way.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -50,9 +52,19 @@ def concatenate(parts: list[Puzzles]) -> Puzzles:
     )
 
 
+def _instructions() -> bytes:
+    """What this processor can run. A folder may outlive a machine, and what was compiled for another dies."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_bytes().splitlines():
+            if line.startswith((b"flags", b"Features")):
+                return line
+    return platform.machine().encode()
+
+
 @functools.cache
 def native() -> ctypes.CDLL | None:
-    """The C library, compiled on first use into the temporary folder; None without a working compiler."""
+    """The C library, compiled on first use into the temporary folder; None without a working compiler, or where nothing
+    in that folder may be run."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         return None
@@ -61,7 +73,7 @@ def native() -> ctypes.CDLL | None:
     folder.mkdir(mode=0o700, exist_ok=True)
     if hasattr(os, "getuid") and folder.stat().st_uid != os.getuid():
         return None  # somebody else's folder may hold somebody else's code
-    library = folder / f"sudoku-{hashlib.sha256(source).hexdigest()[:16]}.so"
+    library = folder / f"sudoku-{hashlib.sha256(source + _instructions()).hexdigest()[:16]}.so"
     if not library.exists():
         part = library.with_suffix(f".{os.getpid()}.so")
         command = [compiler, "-x", "c", "-O3", "-shared", "-fPIC", "-o", str(part), "-"]
@@ -69,7 +81,10 @@ def native() -> ctypes.CDLL | None:
         if all(subprocess.run(t, input=source, capture_output=True, check=False).returncode for t in tries):
             return None
         part.replace(library)
-    loaded = ctypes.CDLL(str(library))
+    try:
+        loaded = ctypes.CDLL(str(library))
+    except OSError:
+        return None
     byte_p, word_p = ctypes.c_void_p, ctypes.c_void_p
     loaded.sudoku_generate.argtypes = [ctypes.c_uint64, ctypes.c_long, byte_p, byte_p, byte_p, word_p]
     loaded.sudoku_generate.restype = None
