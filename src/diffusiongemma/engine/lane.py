@@ -184,7 +184,7 @@ class Lane:
         results = flight.arrive()
         for row, (sequence, before) in enumerate(flight.passengers):
             # It may have been cancelled, or the step before may have been its last.
-            if sequence.phase != "denoise" or sequence.canvas is not before:
+            if sequence.cancelled or sequence.phase != "denoise" or sequence.canvas is not before:
                 continue
             canvas = self._after(sequence, before, Outcome.read(results[row]), row)
             if sequence.took(canvas):
