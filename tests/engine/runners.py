@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from diffusiongemma.config import ModelConfig
 from diffusiongemma.diffusion import SeededDraws
-from diffusiongemma.engine import Commit, Draft, End, Engine, Limits, Request
+from diffusiongemma.engine import Commit, Draft, End, Engine, Event, Limits, Request
 from diffusiongemma.engine.engine import Handle
 from diffusiongemma.engine.fast import FastRunner
 from diffusiongemma.model import DiffusionGemma
@@ -68,10 +69,10 @@ class BoardDraws:
         return vocab.draws(seed, step, torch.arange(count), vocab_size)
 
 
-def told(handle: Handle) -> list[tuple[object, ...]]:
+def told(events: Iterable[Event]) -> list[tuple[object, ...]]:
     """What a caller sees, without numbers that may round."""
     found: list[tuple[object, ...]] = []
-    for event in handle:
+    for event in events:
         if isinstance(event, Draft):
             found.append(("draft", event.block, event.step, event.tokens, event.accepted))
         elif isinstance(event, Commit):

@@ -160,19 +160,6 @@ def test_rows_fit_however_long_it_runs() -> None:
             assert got[i][:-1] == alone[:-1]
 
 
-def test_rows_are_told_where_they_moved() -> None:
-    """While one canvas is denoised, its row moves."""
-    limits = Limits(max_bytes=3 * CacheRow.bytes_for(CONFIG, 50, torch.float32), max_rows=4, chunk=16)
-    with fast_engine(limits) as engine, plain_engine() as plain:
-        runner = engine.scheduler.runner
-        assert isinstance(runner, FastRunner)
-        short = Request((4, 5, 6), SamplingParams.build(max_new_tokens=20, steps=2, seed=1))
-        long = Request((7, 8, 9), SamplingParams.build(max_new_tokens=40, steps=60, seed=2, early_stop=False))
-        got = all_at_once(engine, [short, long, *(Request((9, i), short.params) for i in range(3, 9))])
-        assert runner.pool.moves
-        assert got[1][:-1] == told(plain.submit(long, draws=BoardDraws(2)))[:-1]
-
-
 def test_cold_canvases_step_apart_from_warm_ones() -> None:
     """The vocabulary end reads them in another way, which must not depend on who else is here."""
     base = {"max_new_tokens": 30, "steps": 4, "t_max": 0.8}

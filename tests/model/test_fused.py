@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from diffusiongemma.config import ModelConfig
@@ -115,71 +113,3 @@ def test_plain_passes_go_over_the_same_rows() -> None:
     want = model.denoise_packed(canvas, None, [plain], [8])
     assert close(model.denoise_packed(canvas, None, [row], [8]), want, 1e-4)
     assert close(fused.denoise(canvas, torch.zeros(8, 128), batch_over(pool, [row], [8])), want, 1e-4)
-
-
-# ---- the pool ----------------------------------------------------------------------------------------------------
-
-
-def fill(row: CacheRow, count: int, value: float) -> None:
-    for layer in range(CONFIG.num_hidden_layers):
-        heads, size = CONFIG.layer_heads(layer)
-        at = torch.arange(row.length, row.length + count).float()[None, :, None]
-        row.write(layer, (value + at).expand(heads, -1, size), (-value - at).expand(heads, -1, size))
-    row.advance(count)
-
-
-def same(row: CacheRow, twin: CacheRow) -> bool:
-    for layer in range(CONFIG.num_hidden_layers):
-        count = row.ring if CONFIG.is_sliding(layer) else row.length
-        for a, b in zip(row.last(layer, count), twin.last(layer, count), strict=True):
-            if row.length and not torch.equal(torch.cat(a, dim=1), torch.cat(b, dim=1)):
-                return False
-    return row.length == twin.length
-
-
-@given(st.lists(st.tuples(st.sampled_from("new drop grow fork".split()), st.integers(1, 30)), max_size=40))
-@settings(max_examples=60)
-def test_rows_of_a_pool_are_rows_like_any_other(orders: list[tuple[str, int]]) -> None:
-    """Whatever is made, copied, written and dropped, a row holds what its twin outside the pool holds."""
-    budget = 6 * CacheRow.bytes_for(CONFIG, 60, torch.float32)
-    pool, rows = CachePool(CONFIG, budget, torch.float32), list[tuple[PoolRow, CacheRow]]()
-    held = lambda: sum(row.nbytes for row, _ in rows)  # noqa: E731
-    for step, (order, number) in enumerate(orders):
-        if order in ("new", "fork") and held() + CacheRow.bytes_for(CONFIG, 60, torch.float32) > budget:
-            order = "drop"
-        if order == "new" or (order != "drop" and not rows):
-            size = number + 30
-            rows.append((pool.new_row(size), CacheRow(CONFIG, size)))
-            assert rows[-1][0].nbytes == CacheRow.bytes_for(CONFIG, size, torch.float32)
-        elif order == "drop" and rows:
-            del rows[number % len(rows)]
-        elif order == "fork":
-            row, twin = rows[number % len(rows)]
-            rows.append((row.fork(60), twin.fork(60)))  # type: ignore[arg-type]
-        elif rows:
-            row, twin = rows[number % len(rows)]
-            count = min(number, row.max_length - row.length)
-            if count:
-                fill(row, count, 100.0 * step)
-                fill(twin, count, 100.0 * step)
-        row = twin = None  # who holds a row keeps its memory
-        assert all(same(*pair) for pair in rows)
-
-
-def test_gaps_are_closed_and_offsets_follow() -> None:
-    one = CacheRow.bytes_for(CONFIG, 40, torch.float32)
-    pool = CachePool(CONFIG, 3 * one, torch.float32)
-    rows = [pool.new_row(40) for _ in range(3)]
-    fill(rows[2], 40, 5.0)
-    before = pool.offsets(rows[2:])
-    with pytest.raises(Exception, match="does not fit"):
-        pool.new_row(40)
-    del rows[0]
-    rows.append(pool.new_row(40))
-    assert pool.moves == 2
-    after = pool.offsets(rows[1:2])
-    assert (after < before).all()
-    twin = CacheRow(CONFIG, 40)
-    fill(twin, 40, 5.0)
-    assert same(rows[1], twin)
-    assert before.shape == (3, 1)

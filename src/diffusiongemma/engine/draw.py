@@ -85,7 +85,7 @@ class DrawLane:
         self._mailbox = Mailbox(self.out)
         self._passes: dict[Kind, Work] = {}
         self._bans: list[tuple[int, ...]] = [()] * rows  # what each row of `banned` was made of
-        self._moves = -1
+        self._moves = -1  # `CachePool.moves` when `offsets` was told; -1: of others
         self.passengers: list[Sequence] = []
         self.flights: list[Flight] = []
 
@@ -94,11 +94,10 @@ class DrawLane:
     def seat(self, sequences: list[Sequence]) -> None:
         """Give these the first rows; no pass may be under way, so that the host knows all of them."""
         assert not self.flights
-        pool, count = self.network.pool, len(sequences)
-        same = count == len(self.passengers) and all(a is b for a, b in zip(self.passengers, sequences, strict=True))
-        if same and self._moves == pool.moves:
+        count = len(sequences)
+        if count == len(self.passengers) and all(a is b for a, b in zip(self.passengers, sequences, strict=True)):
             return  # the device has them as it left them
-        self.passengers, self._moves = list(sequences), pool.moves
+        self.passengers, self._moves = list(sequences), -1
         rows = [_row(sequence) for sequence in sequences]
         assert all(row.length == len(s.tokens) - 1 for row, s in zip(rows, sequences, strict=True))
         values: tuple[tuple[Tensor, Seq[float]], ...] = (
@@ -113,7 +112,6 @@ class DrawLane:
         )
         for target, column in values:
             target[:count].copy_(torch.tensor(column, dtype=target.dtype), non_blocking=True)
-        self.offsets[:, :count].copy_(pool.offsets(rows), non_blocking=True)
         for row, sequence in enumerate(sequences):
             forbidden = sequence.request.forbidden
             if forbidden and forbidden != self._bans[row]:
@@ -127,11 +125,20 @@ class DrawLane:
         rows = [_row(sequence) for sequence in self.passengers]
         for row in rows:
             row.check_room(1)
+        self._tell_rows(rows)
         kind = Kind(len(rows), self.network.pool.reach_for(1 + max(row.length for row in rows)))
         self.recorded(kind)()
         for row in rows:
             row.advance(1)
         self.flights.append(Flight(list(self.passengers), self._mailbox.send(self.out[: kind.rows])))
+
+    def _tell_rows(self, rows: list[PoolRow]) -> None:
+        """Where they lie, if the device does not know it: they may have moved since the last pass, which may still be
+        under way (`Lane._tell_rows`)."""
+        pool = self.network.pool
+        if self._moves != pool.moves:
+            self._moves = pool.moves
+            self.offsets[:, : len(rows)].copy_(pool.offsets(rows), non_blocking=True)
 
     def recorded(self, kind: Kind) -> Work:
         """The pass of this kind, ready to be replayed."""

@@ -54,7 +54,7 @@ class FastRunner(Runner):
         self.chunk = limits.chunk or default_chunk(self.device, limits.max_bytes)
         self.pool = CachePool(model.config, limits.max_bytes, self.dtype, self.device)
         self.network = FusedNetwork(model, self.pool, ops, overlap)
-        self.recorder = Recorder(self.device, graphs)
+        self.recorder = Recorder(self.device, graphs, before=self.outbox.deliver)
         self.slate = Slate(self.network, self.recorder, limits.max_rows, self.chunk + limits.max_rows)
         self.drawing = DrawLane(self.network, self.recorder, limits.max_rows)
         self._usual = {*WIDTHS, model.config.canvas_length}
@@ -68,11 +68,13 @@ class FastRunner(Runner):
         if place not in self._lanes:
             self._lanes[place] = Lane(self.network, self.recorder, self.max_rows, *place, width in self._usual)
         self._lanes[place] = self._lanes.pop(place)
-        strange = [at for at, lane in self._lanes.items() if not lane.usual]
-        for old in strange[: max(0, len(strange) - MOST_LANES)]:
-            if old != place and not self._lanes[old].busy:
-                del self._lanes[old]
         return self._lanes[place]
+
+    def _drop_lanes(self) -> None:
+        strange = [place for place, lane in self._lanes.items() if not lane.usual]
+        for old in strange[: max(0, len(strange) - MOST_LANES)]:
+            if not self._lanes[old].busy:
+                del self._lanes[old]
 
     def _encode(self, tokens: Tensor, rows: list[CacheRow], counts: list[int]) -> Tensor:
         return self.slate.encode(tokens, rows, counts)
@@ -81,7 +83,8 @@ class FastRunner(Runner):
     def encode(self, work: Seq[tuple[Sequence, list[int]]]) -> None:
         drawing = [sequence for sequence, _ in work if drawable(sequence)]
         rest = [(sequence, tokens) for sequence, tokens in work if not drawable(sequence)]
-        self._step(self.drawing, drawing)
+        if self._launch(self.drawing, drawing):
+            self._land([self.drawing])
         if rest:
             super().encode(rest)
 
@@ -93,16 +96,20 @@ class FastRunner(Runner):
                 plain.append(sequence)
             else:
                 seated.setdefault(place, []).append(sequence)
+        lanes = list[Lane]()
         for place in {**dict.fromkeys(self._flying()), **seated}:
-            self._step(self.lane(*place), seated.get(place, []))
+            if self._launch(lane := self.lane(*place), seated.get(place, [])):
+                lanes.append(lane)
+        self._land(lanes)
+        self._drop_lanes()
         if plain:
             super().denoise(plain)
 
     def _flying(self) -> list[Place]:
         return [place for place, lane in self._lanes.items() if lane.flights]
 
-    def _step(self, lane: Lane | DrawLane, sequences: list[Sequence]) -> None:
-        """One step of these; the next may be under way when this returns.
+    def _launch(self, lane: Lane | DrawLane, sequences: list[Sequence]) -> bool:
+        """A step of these is under way then, and maybe the next; False: nobody waits for one.
 
         Who comes while a step is under way waits for it: the step after it takes all.
         """
@@ -110,13 +117,23 @@ class FastRunner(Runner):
             lane.discard()
         if not lane.flights:
             if not sequences:
-                return
+                return False
             lane.seat(sequences)
             lane.launch()
         unchanged = {id(s) for s in lane.passengers} == {id(s) for s in sequences}
         if self.ahead and unchanged and lane.certain_to_go_on():
             lane.launch()
-        lane.land()
+        return True
+
+    def _land(self, lanes: Seq[Lane | DrawLane]) -> None:
+        """Read a step of each. What comes of it is told when the device has its next work: a step that is under way
+        already, or what the next tick launches (a committed block and the canvas after it, often)."""
+        self.outbox.deliver()
+        with self.outbox.hold():
+            for lane in lanes:
+                lane.land()
+        if any(lane.flights for lane in lanes):
+            self.outbox.deliver()
 
     def _place(self, sequence: Sequence) -> Place | None:
         """The lane that this canvas goes in; None: the plain way."""

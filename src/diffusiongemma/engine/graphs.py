@@ -29,9 +29,10 @@ _RECORDING = threading.Lock()  # engines share a stream for it: one after anothe
 
 
 class Recorder:
-    def __init__(self, device: torch.device, graphs: bool = True) -> None:
-        """`graphs`: off, nothing is recorded and every replay is the function itself."""
-        self.device = device
+    def __init__(self, device: torch.device, graphs: bool = True, before: Work = lambda: None) -> None:
+        """`graphs`: off, nothing is recorded and every replay is the function itself. `before`: called before each
+        recording, which may take seconds: what should not wait for it."""
+        self.device, self.before = device, before
         self.graphs = graphs and device.type == "cuda"
         self.recorded = 0
         self._pool = _memory(device) if self.graphs else None
@@ -39,6 +40,7 @@ class Recorder:
 
     def record(self, name: str, work: Work, changed: Iterable[Tensor] = ()) -> Work:
         """`work` reads and writes fixed tensors; recording runs it, and leaves those in `changed` as they were."""
+        self.before()
         if not self.graphs:
             return work
         with _RECORDING:

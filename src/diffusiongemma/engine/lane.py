@@ -112,10 +112,13 @@ class Lane:
             self._seats[row] = (sequence, canvas)
             soft = None if sequence.soft is None else sequence.soft[: self.width]
             self.board.put(row, denoiser, canvas, soft, sequence.metrics.seed, sequence.metrics.steps)
-        self._tell_rows()
 
     def _tell_rows(self) -> None:
-        """Where the cache rows lie and how long they are, if the device does not know it."""
+        """Where the cache rows lie and how long they are, if the device does not know it.
+
+        Before every step, not only for a new seat: rows move when somebody asks for one (`CachePool.new_row`). A step
+        that is under way is not disturbed, for the device copies rows after it, and reads this after that.
+        """
         rows = [sequence.row for sequence, _ in self._seats]
         pooled = [row for row in rows if isinstance(row, PoolRow)]
         assert len(pooled) == len(rows)
@@ -133,6 +136,7 @@ class Lane:
 
     def launch(self) -> None:
         """One step of all that are seated."""
+        self._tell_rows()
         kind = self.kind()
         self._work(kind)()
         self.flights.append(Flight(list(self._seats), self._mailbox.send(self.board.out[: kind.rows])))
@@ -180,7 +184,7 @@ class Lane:
         results = flight.arrive()
         for row, (sequence, before) in enumerate(flight.passengers):
             # It may have been cancelled, or the step before may have been its last.
-            if sequence.phase != "denoise" or sequence.canvas is not before:
+            if sequence.cancelled or sequence.phase != "denoise" or sequence.canvas is not before:
                 continue
             canvas = self._after(sequence, before, Outcome.read(results[row]), row)
             if sequence.took(canvas):

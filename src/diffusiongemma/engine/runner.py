@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from diffusiongemma.engine.events import TokenLogprob
+from diffusiongemma.engine.outbox import Outbox
 from diffusiongemma.engine.params import SamplingParams
 from diffusiongemma.engine.sequence import Sequence, read_logprob
 from diffusiongemma.model import CacheRow, DiffusionGemma
@@ -43,6 +44,7 @@ class Runner:
     def __init__(self, model: DiffusionGemma) -> None:
         self.model, self.device, self.dtype = model, model.device, model.dtype
         self.chunk = default_chunk(self.device)
+        self.outbox = Outbox()  # of all sequences, so that a runner may hold it
 
     def new_row(self, max_length: int) -> CacheRow:
         return CacheRow(self.model.config, max_length, self.dtype, self.device)

@@ -52,6 +52,7 @@ class Scheduler:
                 f"this request needs {needed / 2**20:.1f} MiB of K/V cache for {sequence.max_length} tokens, the "
                 f"budget is {self.limits.max_bytes / 2**20:.1f} MiB: shorten it, or give the engine a larger max_bytes"
             )
+        sequence.outbox = self.runner.outbox
         self.waiting.append(sequence)
 
     @property
@@ -79,13 +80,17 @@ class Scheduler:
         if canvases := [s for s in self.running if s.phase in ("denoise", "score")]:
             self.runner.denoise(canvases)
         self._retire()
+        if not (canvases and self.busy):  # else the next step comes first, if the runner says so
+            self.runner.outbox.deliver()
         if self.on_tick is not None:
             self.on_tick()
 
     def abort(self, message: str) -> None:
         """Something broke: end everything, trust no row."""
-        for sequence in [*self.running, *self.waiting]:
-            sequence.fail(message)
+        with self.runner.outbox.hold():
+            for sequence in [*self.running, *self.waiting]:
+                sequence.fail(message)
+        self.runner.outbox.deliver(careful=True)
         self.running.clear()
         self.waiting.clear()
         self.prefixes.clear()

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import partial
 from typing import Literal
 
 import torch
@@ -32,6 +33,7 @@ from diffusiongemma.diffusion import (
 )
 from diffusiongemma.engine.events import Commit, Draft, End, Event, FinishReason, Metrics, TokenLogprob
 from diffusiongemma.engine.guard import find_garbage
+from diffusiongemma.engine.outbox import Outbox
 from diffusiongemma.engine.output import OutputText
 from diffusiongemma.engine.params import WIDTHS
 from diffusiongemma.engine.request import Request
@@ -67,6 +69,7 @@ class Sequence:
         self.to_score: list[int] = []  # positions of the finished canvas that count
         self.metrics = Metrics(seed=seed, prompt_tokens=len(request.prompt))
         self.draws: Draws = draws or SeededDraws(seed)
+        self.outbox = Outbox()
         self._output, self._emit, self._decode = output, emit, decode
         self._ends = frozenset(ends if request.ends else ()) | frozenset(request.params.stop_tokens)
         self._pairs = pairs
@@ -270,23 +273,19 @@ class Sequence:
         return token in self._ends
 
     def _commit(self, kept: list[int], logprobs: list[TokenLogprob] | None, ended: bool) -> None:
-        """Take these tokens as final, tell their text, and end the request if it is over."""
+        """Take these tokens as final, have their text told, and end the request if it is over."""
         if ended and self.params.mode == "ar":
             kept, logprobs = [], None
-        text = self._output.push(kept)
+        # Without stop texts nothing depends on the text: it is put together when it is told.
+        text = self._output.push(kept) if self.params.stop else None
         if self._output.stopped:
             told = max(0, self._output.tokens_told([*self.reply, *kept]) - len(self.reply))
             kept, logprobs = kept[:told], None if logprobs is None else logprobs[:told]
         self.reply += kept
         self.metrics.new_tokens = len(self.reply)
         over = ended or len(self.reply) >= self.params.max_new_tokens or self._output.stopped
-        if over:
-            text += self._output.finish()
-        if text and self.metrics.first_text_seconds is None:
-            self.metrics.first_text_seconds = self.age
         block = max(0, self.metrics.blocks - 1) if self.params.mode == "diffusion" else len(self.reply) - 1
-        if kept or text:
-            self._emit(Commit(block, kept, text, logprobs))
+        self.outbox.put(partial(self._tell_commit, block, kept, text, logprobs, over))
         if over:
             self._done_reason = "stop" if ended or self._output.stopped else "length"
             if not self.to_score:
@@ -314,7 +313,23 @@ class Sequence:
         assert canvas.entropy is not None
         assert canvas.accepted is not None
         values = (canvas.argmax.tolist(), canvas.entropy.tolist(), canvas.accepted.tolist())
-        self._emit(Draft(self.metrics.blocks, canvas.step, *values, decode=self._decode))
+        self._tell(Draft(self.metrics.blocks, canvas.step, *values, decode=self._decode))
+
+    def _tell_commit(
+        self, block: int, tokens: list[int], text: str | None, logprobs: list[TokenLogprob] | None, last: bool
+    ) -> None:
+        """`text`: what became certain with these tokens, if that is known already."""
+        if text is None:
+            text = self._output.push(tokens)
+        if last:
+            text += self._output.finish()
+        if text and self.metrics.first_text_seconds is None:
+            self.metrics.first_text_seconds = self.age
+        if tokens or text:
+            self._emit(Commit(block, tokens, text, logprobs))
+
+    def _tell(self, event: Event) -> None:
+        self.outbox.put(partial(self._emit, event))
 
     def _end(self, reason: FinishReason, error: str | None = None, refused: bool = False) -> None:
         if self.phase == "ended":
@@ -322,7 +337,7 @@ class Sequence:
         self.phase = "ended"
         self.canvas = self.soft = None
         self.metrics.total_seconds = self.age
-        self._emit(End(reason, self.metrics, error, refused))
+        self._tell(End(reason, self.metrics, error, refused))
 
 
 def read_logprob(logits: Tensor, token: int, top: int) -> TokenLogprob:

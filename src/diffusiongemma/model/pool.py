@@ -3,8 +3,8 @@
 A recorded CUDA graph reads fixed addresses. Here those are two arenas, one of keys and one of values; where a row
 begins in each layer is a small tensor that the graph reads on the device. A row is one run of the arena as long as it
 may ever get, its layers one after another, each [S, K, Dh]: the numbers of a token side by side, so that rows of any
-length can follow each other. Rows are handed out one behind the other; when the end is reached, those that still
-live move together. Nobody gives a row back: it is free when nobody holds it.
+length can follow each other. A new row takes the first gap between those that live that is large enough; where none
+is, some of them move together. Nobody gives a row back: it is free when nobody holds it.
 
 Legend: R rows, K key/value heads, S slots, Dh head size, a unit: the numbers by which the start of a layer counts.
 """
@@ -43,7 +43,6 @@ class CachePool:
         self._keys = torch.zeros((self.units + spare) * self.unit, dtype=dtype, device=self.device)
         self._values = torch.zeros_like(self._keys)
         self._rows: weakref.WeakSet[PoolRow] = weakref.WeakSet()
-        self._end = 0  # the first unit behind the last row
         self.moves = 0  # how often rows have moved: who keeps offsets asks for them again after that
         self._views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by layer and slots
 
@@ -53,13 +52,13 @@ class CachePool:
 
     def new_row(self, max_length: int) -> PoolRow:
         size = self.size_of(max_length)
-        if self._end + size > self.units:
-            self._close_gaps()
-        if self._end + size > self.units:
-            free = 2 * (self.units - self._end) * self.unit * self.dtype.itemsize
-            raise CacheError(f"a row of {max_length} tokens does not fit: {free} bytes of the cache are free")
-        row = PoolRow(self, self._end, max_length)
-        self._end += size
+        living = sorted(self._rows, key=lambda row: row.start)
+        free = self.units - sum(row.size for row in living)
+        if free < size:
+            left = 2 * free * self.unit * self.dtype.itemsize
+            raise CacheError(f"a row of {max_length} tokens does not fit: {left} bytes of the cache are free")
+        start = self._find_gap(living, size)
+        row = PoolRow(self, self._make_gap(living, size) if start is None else start, max_length)
         self._rows.add(row)
         return row
 
@@ -116,17 +115,28 @@ class CachePool:
         slots = min(slots, self.units * self.unit // width)
         return arena.as_strided((self.units + 1, heads, slots, size), (self.unit, size, width, 1))
 
-    def _close_gaps(self) -> None:
-        """Move the rows that live to the front, in order."""
-        self._end = 0
+    def _find_gap(self, living: Sequence[PoolRow], size: int) -> int | None:
+        """Where the first gap of so many units begins, if there is one. `living`: all rows, by where they begin."""
+        end = 0
+        for row in living:
+            if row.start - end >= size:
+                return end
+            end = row.start + row.size
+        return end if self.units - end >= size else None
+
+    def _make_gap(self, living: Sequence[PoolRow], size: int) -> int:
+        """Move rows to the front, in order, until so many units are free behind them: no more than that takes."""
+        end = 0
         self.moves += 1
-        for row in sorted(self._rows, key=lambda row: row.start):
-            size = self.size_of(row.max_length)
-            if row.start != self._end:
+        for row in living:
+            if row.start - end >= size:
+                break
+            if row.start != end:
                 for arena in (self._keys, self._values):
-                    self._move(arena, row.start, self._end, size)
-                row.settle(self._end)
-            self._end += size
+                    self._move(arena, row.start, end, row.size)
+                row.settle(end)
+            end += row.size
+        return end
 
     def _move(self, arena: Tensor, source: int, target: int, size: int) -> None:
         # Forwards and in pieces, each through a copy: the two runs may overlap.
@@ -141,6 +151,7 @@ class PoolRow(CacheRow):
 
     def __init__(self, pool: CachePool, start: int, max_length: int) -> None:
         self.pool, self.start, self.starts = pool, start, list[int]()
+        self.size = pool.size_of(max_length)  # units
         super().__init__(pool.config, max_length, pool.dtype, pool.device)
 
     def settle(self, start: int) -> None:
