@@ -64,9 +64,10 @@ class Outcome:
         return [f"{case.name}: {what}" for case, what, verdict in self.lines if not verdict.good]
 
 
-def cases_of(kind: str, shapes: Shapes, inputs: Inputs, sort: Sort, few: int, exact: bool) -> list[Case]:
-    """`few`: up to so many rows, products take them as they are"""
-    card = inputs.device.type == "cuda"
+def cases_of(
+    kind: str, shapes: Shapes, inputs: Inputs, sort: Sort, few: int, exact: bool, card: bool
+) -> list[Case]:  # fmt: skip
+    """`few`: up to so many rows, products take them as they are; `card`: with what only a card can be asked"""
     return [
         *layer_cases(kind, shapes, inputs, sort, vendor=card and not exact),
         *attention_cases(kind, shapes, inputs, few, alone=card),
@@ -136,7 +137,7 @@ def check_kind(kind: str, shapes: Shapes, exact: bool, refer: bool, only: str, s
     from diffusiongemma.ops import routing_triton
 
     ops, began = triton_ops(exact), time.perf_counter()
-    cases = cases_of(kind, shapes, Inputs(DEVICE), routing_triton.route, ops.few, exact)
+    cases = cases_of(kind, shapes, Inputs(DEVICE), routing_triton.route, ops.few, exact, DEVICE.type == "cuda")
     cases = [case for case in cases if only in case.name]
     compile_ahead(cases, ops)
     outcome = check(cases, ops, say, refer)

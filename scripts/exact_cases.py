@@ -60,10 +60,11 @@ def _norms(n: int, shapes: Shapes, inputs: Inputs, quant: torch.dtype | None) ->
     width, eps = shapes.config.hidden_size, shapes.config.rms_norm_eps
     x, a, b = (inputs.randn(n, width, std=std) for std in (4.0, 0.5, 2.0))
     w, scalar, size = [inputs.near_one(width) for _ in range(4)], inputs.near_one(1), f"{n} x {width}"
-    yield Case(
-        "norm_rows", size, _label(quant), lambda ops: ops.norm_rows(x, w[0], eps, quant),
-        lambda got: small.norm_rows(got, x, w[0], eps, quant),
-    )  # fmt: skip
+    for to in dict.fromkeys((quant, None)):  # self-conditioning is bfloat16 in all kinds
+        yield Case(
+            "norm_rows", size, _label(to), lambda ops, to=to: ops.norm_rows(x, w[0], eps, to),
+            lambda got, to=to: small.norm_rows(got, x, w[0], eps, to),
+        )  # fmt: skip
     yield Case(
         "norm_rows, no weight", size, "bf16", lambda ops: ops.norm_rows(x, None, eps),
         lambda got: small.norm_rows(got, x, None, eps, None),

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from diffusiongemma.config import FULL, SLIDING, ModelConfig
-from diffusiongemma.model.backend import Ops, torch_ops
-from diffusiongemma.ops import routing
+from diffusiongemma.model.backend import VENDOR_ROWS, Ops, torch_ops
+from diffusiongemma.ops import routing, soft_triton, weigh_triton
 from diffusiongemma.ops.fused import Rows
 
 KINDS = ["bf16", "fp8", "int8", "int4"]
@@ -52,7 +52,7 @@ TINY = Shapes(
 
 
 def outcome(kind: str, ops: Ops, shapes: Shapes = TINY, only: str = "") -> Any:
-    cases = script.cases_of(kind, shapes, Inputs(DEVICE), routing.route, ops.few, exact=False)
+    cases = script.cases_of(kind, shapes, Inputs(DEVICE), routing.route, ops.few, exact=False, card=False)
     return script.check([case for case in cases if only in case.name], ops, lambda text: None)
 
 
@@ -81,6 +81,27 @@ def test_the_script_on_the_kernels_themselves(
     assert lines[0].split() == ["operation", "shape", "format", "result", "error", "limit", "worst"]
     assert all(line.endswith(" ok") for line in lines[1:-1])
     assert " 0 outside, 0 failed, " in lines[-1]
+
+
+def test_what_only_a_card_is_asked() -> None:
+    """A row alone, and the vendor's products. Here, sums may depend on the batch: but nothing may fail."""
+    shapes = replace(TINY, rows=(VENDOR_ROWS,))
+    cases = script.cases_of("bf16", shapes, Inputs(DEVICE), routing.route, 0, exact=True, card=True)
+    found = script.check(cases, torch_ops(), lambda text: None)
+    assert found.broken == []
+    alone = {(case.name, what) for case, what, _ in found.lines if what.endswith("alone")}
+    assert len(alone) == 6 + 6  # attention of two layers, figures of the vocabulary end
+    assert all(what.endswith("alone") for what in found.outside)
+    cases = script.cases_of("bf16", shapes, Inputs(DEVICE), routing.route, 0, exact=False, card=True)
+    vendors = script.check([case for case in cases if case.name.startswith("linear")], torch_ops(), lambda text: None)
+    own = [verdict for case, _, verdict in found.lines if case.name.startswith("linear")]
+    assert all(a.limit > b.limit for (*_, a), b in zip(vendors.lines, own, strict=True))
+
+
+def test_what_the_limits_say_of_the_kernels_is_so() -> None:
+    assert soft_triton.FP8_TOP.value == exact_limits.SOFT_TOP
+    assert soft_triton.FP8_STEPS * soft_triton.soft_blocks(1).depth == exact_limits.SOFT_RUN
+    assert weigh_triton.head_blocks(False, 1).vocab * exact_limits.FP32 < exact_limits.SUM_PLAIN
 
 
 # ---- what is wrong is told -----------------------------------------------------------------------------------------
