@@ -1,49 +1,92 @@
 # ruff: noqa: E402
-"""Every operation of one prompt and one denoising step on this card: against its torch twin, twice, and in a chain.
+"""Is every operation right on this card? Each against float64, with limits that come from its number formats.
 
-    python scripts/check_ops.py [--kind bf16,fp8,int4]
+    python scripts/check_ops.py [--kind bf16,fp8,int8,int4] [--shapes 26b] [--out table.txt]
+    python scripts/check_ops.py --chain
+    compute-sanitizer --tool memcheck --error-exitcode 7 python3 scripts/check_ops.py --memcheck --kind fp8
 
-For each operation of `FusedNetwork`: the largest relative error against the twin on the same inputs, and whether a
-second call gives the same bits. Then the whole pass: twice, with a wait after every operation, and with kernels that
-never begin early; all must be equal to the bit. `TRITON_INTERPRET=1` with --tiny checks the script itself.
+One line a result: operation, shape, format, error, limit, and the worst single number as a share of what it may be off.
+Products have two errors: arithmetic (against float64 on the same rounded numbers) and format (on those before they
+were rounded). `exact_limits.py` has the limits and their reasons, `exact_shapes.py` the shapes. The exit code is 1 if a
+result is outside its limit, an operation fails, or one of `Ops` is never called. Without a card, the kernels run in
+Triton's interpreter, on small shapes.
+
+--memcheck calls every kernel once, on small shapes and without references. --chain compares no numbers: does a whole
+pass give the same bits again, with a wait after every operation, and with kernels that never begin early?
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import fields, replace
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "ops")]
-if "--tiny" in sys.argv:
-    import triton_cpu  # noqa: F401
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "scripts")]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+if DEVICE.type == "cpu":
+    sys.path.append(str(ROOT / "tests" / "ops"))
+    import triton_cpu  # noqa: F401  # turns Triton's interpreter on, before Triton is imported
 
-from diffusiongemma.config import ModelConfig
-from diffusiongemma.engine import Limits
-from diffusiongemma.engine.fast import FastRunner
-from diffusiongemma.model.backend import Ops, torch_ops, triton_ops
-from diffusiongemma.model.fused import Batch
-from diffusiongemma.model.quantize import Scheme, random_network
+import exact_chain
+from exact_cases import DENSE, Case, Sort, layer_cases
+from exact_ends import attention_cases, vocab_cases
+from exact_limits import Verdict, judge
+from exact_shapes import Inputs, Shapes, shapes_of
+
+from diffusiongemma.model.backend import Ops, triton_ops
 from diffusiongemma.ops import kernels
-from diffusiongemma.ops.attention_cached import New, Prefix
 
-TINY = "--tiny" in sys.argv
-DEVICE = torch.device("cpu" if TINY else "cuda")
-CONFIG = ModelConfig.preset(
-    "tiny", vocab_size=384 if TINY else 4096, hidden_size=128 if TINY else 512, intermediate_size=64 if TINY else 512,
-    moe_intermediate_size=64 if TINY else 128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    head_dim=16 if TINY else 256, num_global_key_value_heads=1, global_head_dim=32 if TINY else 512,
-    num_experts=16 if TINY else 32, top_k_experts=2 if TINY else 4, sliding_window=8 if TINY else 128,
-    canvas_length=8 if TINY else 256, layer_types=("sliding_attention", "full_attention"), eos_token_ids=(1,),
-)  # fmt: skip
+KINDS = tuple(DENSE)
+HEAD = f"{'operation':30} {'shape':60} {'format':15} {'result':26} {'error':>8} {'limit':>8} {'worst':>6}"
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was found; `broken` are the operations that raised an error."""
+
+    lines: list[tuple[Case, str, Verdict]]
+    broken: list[str]
+    called: set[str]
+
+    @property
+    def outside(self) -> list[str]:
+        return [f"{case.name}: {what}" for case, what, verdict in self.lines if not verdict.good]
+
+
+def cases_of(
+    kind: str, shapes: Shapes, inputs: Inputs, sort: Sort, few: int, exact: bool, card: bool
+) -> list[Case]:  # fmt: skip
+    """`few`: up to so many rows, products take them as they are; `card`: with what only a card can be asked"""
+    return [
+        *layer_cases(kind, shapes, inputs, sort, vendor=card and not exact),
+        *attention_cases(kind, shapes, inputs, few, alone=card),
+        *vocab_cases(kind, shapes, inputs, alone=card, exact=exact),
+    ]
+
+
+def counted(ops: Ops) -> tuple[Ops, set[str]]:
+    """The same operations, and the names of those that have been called"""
+    called: set[str] = set()
+
+    def watched(name: str, op: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            called.add(name)
+            return op(*args, **options)
+
+        return run
+
+    return exact_chain.wrapped(ops, watched), called
 
 
 def wait() -> None:
@@ -51,137 +94,107 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-def tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if hasattr(value, "values") and hasattr(value, "scale"):
-        return [value.wide()]
-    if hasattr(value, "soft") and hasattr(value, "argmax"):
-        return [value.entropy, value.logprob] + ([] if value.soft is None else [value.soft])
-    return [t for part in value or () for t in tensors(part)]
-
-
-def error(a: Tensor, b: Tensor) -> float:
-    a, b = a.double(), b.double()
-    return float((a - b).norm() / b.norm().clamp_min(1e-30))
-
-
-def kept(k: Tensor, v: Tensor, prefix: Prefix, new: New) -> bool:
-    """Do the new tokens lie in the cache, the last that a row has room for?"""
-    slots, begin = prefix.keys.shape[2], new.begin.tolist()
-    for b, (row, length) in enumerate(zip(prefix.row.tolist(), prefix.length.tolist(), strict=True)):
-        own = torch.arange(max(begin[b], begin[b + 1] - slots), begin[b + 1], device=k.device)
-        at = (length + own - begin[b]) % slots
-        for cached, made in ((prefix.keys, k), (prefix.values, v)):
-            if not torch.equal(cached[row][:, at], made[own].transpose(0, 1)):
-                return False
-    return True
-
-
-class Watched:
-    """Operations that are compared with their twins, called twice, or followed by a wait."""
-
-    def __init__(self, ops: Ops) -> None:
-        self.ops, self.twins = ops, torch_ops()
-        self.errors: dict[str, float] = defaultdict(float)
-        self.unstable: set[str] = set()
-
-    def all(self, wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Ops:
-        names = [f.name for f in fields(Ops) if callable(getattr(self.ops, f.name))]
-        return replace(self.ops, **{name: wrap(name, getattr(self.ops, name)) for name in names})
-
-    def judged(self, name: str, op: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **options: Any) -> Any:
+@torch.inference_mode()
+def check(cases: Iterable[Case], ops: Ops, say: Say, refer: bool = True) -> Outcome:
+    """Calls every case; `refer`: and compares what comes back with its reference"""
+    ops, called = counted(ops)
+    found, broken = [], []
+    for case in cases:
+        try:
+            got = case.call(ops)
             wait()
-            out = op(*args, **options)
-            wait()
-            if name == "attend" and options.pop("keep") and not kept(*args[1:5]):
-                self.unstable.add("attend: new tokens in the cache")
-            again = op(*args, **options)
-            wait()
-            if not all(torch.equal(a, b) for a, b in zip(tensors(out), tensors(again), strict=True)):
-                self.unstable.add(name)
-            try:
-                twin = getattr(self.twins, name)(*args, **options)
-                for a, b in zip(tensors(out), tensors(twin), strict=True):
-                    self.errors[name] = max(self.errors[name], error(a, b))
-            except Exception as failure:
-                self.errors[f"{name}: {type(failure).__name__}: {str(failure)[:150]}"] = float("nan")
-            return out
+            for part in case.parts(got) if refer else ():
+                verdict = judge(part)
+                found.append((case, part.what, verdict))
+                say(line(case, part.what, verdict))
+        except Exception as error:
+            broken.append(case.name)
+            say(f"{case.name:30} {case.shape:60} {case.format:15} FAILED: {type(error).__name__}: {str(error)[:200]}")
+            traceback.print_exc()
+            if "CUDA error" in str(error):  # nothing works after it
+                break
+    return Outcome(found, broken, called)
 
-        return run
 
-    def waiting(self, name: str, op: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **options: Any) -> Any:
-            out = op(*args, **options)
-            wait()
-            return out
-
-        return run
+def line(case: Case, what: str, v: Verdict) -> str:
+    place = f"{case.name:30} {case.shape:60} {case.format:15} {what or 'values':26}"
+    return f"{place} {v.error:8.1e} {v.limit:8.1e} {v.worst:6.2f} {'ok' if v.good else 'OUTSIDE'}"
 
 
 @torch.inference_mode()
-def passes(runner: FastRunner, ops: Ops, lengths: tuple[int, ...]) -> list[Tensor]:
-    """Hidden states of prompts of these lengths together, and of a canvas over each"""
-    network, width = runner.network, CONFIG.canvas_length
-    network.ops = ops
-    rows = [runner.new_row(n) for n in lengths]
-    random = torch.Generator().manual_seed(7)
-    prompt = torch.randint(3, 260, (sum(lengths),), generator=random).to(DEVICE)
-    canvas = torch.randint(3, 260, (len(lengths) * width,), generator=random).to(DEVICE)
-    offsets = runner.pool.offsets(rows).to(DEVICE)
-    starts = torch.tensor([0, *lengths]).cumsum(0).int().to(DEVICE)
-    positions = torch.cat([torch.arange(n) for n in lengths]).int().to(DEVICE)
-    zeros = torch.zeros(len(lengths), dtype=torch.int32, device=DEVICE)
-    reach = runner.pool.reach_for(max(lengths))
-    first = network.encode(prompt, Batch(offsets, zeros, positions, New(starts, max(lengths)), reach))
-    held = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    begin = torch.arange(0, len(lengths) * width + 1, width, dtype=torch.int32, device=DEVICE)
-    at = (held[:, None] + torch.arange(width, device=DEVICE)).flatten().int()
-    soft = torch.randn(len(canvas), CONFIG.hidden_size, generator=random).to(DEVICE, network.dtype)
-    second = network.denoise(canvas, soft, Batch(offsets, held, at, New(begin, width), reach))
-    wait()
-    return [first.clone(), second.clone()]
+def compile_ahead(cases: Sequence[Case], ops: Ops) -> None:
+    """All kernels at once, on all cores. What fails here fails again when it is called, and is told then."""
+    if DEVICE.type == "cuda":
+        with kernels.compiling():
+            for case in cases:
+                with suppress(Exception):
+                    case.call(ops)
+        wait()
 
 
-def check(kind: str) -> None:
-    scheme = None if kind == "bf16" else Scheme.parse(kind, 64 if kind == "int4" else None)
-    model = random_network(CONFIG, scheme, DEVICE, torch.bfloat16, std=0.02)
-    limits = Limits(max_bytes=1 << (20 if TINY else 28), max_rows=4, chunk=16 if TINY else 512)
-    runner = FastRunner(model, triton_ops(exact=True), limits, graphs=False)
-    lengths = (5, 11) if TINY else (40, 300, 700)
-    plain = runner.network.ops
-    watched = Watched(plain)
-    kernels.EARLY = True
-    chain = passes(runner, plain, lengths)
-    verdicts = {"again": passes(runner, plain, lengths)}
-    verdicts["waiting after every operation"] = passes(runner, watched.all(watched.waiting), lengths)
-    kernels.EARLY = False
-    verdicts["none begins early"] = passes(runner, plain, lengths)
-    kernels.EARLY = True
-    for name, other in verdicts.items():
-        same = [bool(torch.equal(a, b)) for a, b in zip(chain, other, strict=True)]
-        far = [f"{error(a, b):.1e}" for a, b in zip(chain, other, strict=True)]
-        print(f"{kind}: {name}: prompt and canvas the same bits {same}, apart by {far}", flush=True)
-    alone = passes(runner, plain, lengths[:1])
-    print(f"{kind}: first prompt alone, apart by {error(alone[0], chain[0][: lengths[0]]):.1e}", flush=True)
-    passes(runner, watched.all(watched.judged), lengths)
-    for name in sorted(watched.unstable - set(watched.errors)):
-        print(f"{kind}: {name}: WRONG", flush=True)
-    for name, worst in sorted(watched.errors.items()):
-        print(
-            f"{kind}: {name:20} {worst:.1e}{'  NOT the same bits twice' if name in watched.unstable else ''}",
-            flush=True,
-        )
+def check_kind(kind: str, shapes: Shapes, exact: bool, refer: bool, only: str, say: Say) -> bool:
+    """-> whether all is well"""
+    from diffusiongemma.ops import routing_triton
+
+    ops, began = triton_ops(exact), time.perf_counter()
+    cases = cases_of(kind, shapes, Inputs(DEVICE), routing_triton.route, ops.few, exact, DEVICE.type == "cuda")
+    cases = [case for case in cases if only in case.name]
+    compile_ahead(cases, ops)
+    outcome = check(cases, ops, say, refer)
+    missing = [] if only else sorted(set(exact_chain.names(ops)) - outcome.called)
+    say(
+        f"{kind}: {len(cases)} calls, {len(outcome.lines)} results, {len(outcome.outside)} outside, "
+        f"{len(outcome.broken)} failed{', never called: ' + ', '.join(missing) if missing else ''}, "
+        f"{time.perf_counter() - began:.0f} s"
+    )
+    return bool(cases) and not (outcome.outside or outcome.broken or missing)
 
 
-def main() -> None:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kind", default="bf16,fp8,int4")
-    parser.add_argument("--tiny", action="store_true")
-    for kind in parser.parse_args().kind.split(","):
-        check(kind)
+    parser.add_argument("--kind", default=",".join(KINDS), help=f"number formats: {', '.join(KINDS)}")
+    parser.add_argument("--shapes", choices=("26b", "small"), help="26b where there is a card, else small")
+    parser.add_argument("--only", default="", help="operations with this in their name")
+    parser.add_argument("--exact", action="store_true", help="without the vendor's products and those of a few rows")
+    parser.add_argument("--out", type=Path, help="write the table into this file too")
+    parser.add_argument("--memcheck", action="store_true", help="call every kernel once, without references")
+    parser.add_argument("--chain", action="store_true", help="does a whole pass give the same bits again?")
+    args = parser.parse_args(argv)
+    args.kind = args.kind.split(",")
+    if unknown := sorted(set(args.kind) - set(KINDS)):
+        parser.error(f"no number format {', '.join(unknown)}; there are: {', '.join(KINDS)}")
+    if args.shapes == "26b" and DEVICE.type == "cpu":
+        parser.error("--shapes 26b needs a CUDA card: an interpreter would take days")
+    if args.memcheck and args.chain:
+        parser.error("--memcheck and --chain are two things: ask for one")
+    if args.memcheck and (args.out or args.shapes == "26b"):
+        parser.error("--memcheck makes no table and has small shapes: without --out and --shapes 26b")
+    if args.chain and (args.out or args.shapes or args.only or args.exact):
+        parser.error("--chain has shapes of its own and makes no table: without --out, --shapes, --only and --exact")
+    args.shapes = args.shapes or ("small" if args.memcheck or DEVICE.type == "cpu" else "26b")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args, told = parse(argv), list[str]()
+
+    def say(text: str) -> None:
+        told.append(text)
+        print(text, flush=True)
+
+    if args.chain:
+        same = [exact_chain.check(kind, DEVICE, say) for kind in args.kind]
+        return 0 if all(same) else 1
+    if args.memcheck:  # every tensor in memory of its own, so that what is read beside one is not another
+        os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    else:
+        say(HEAD)
+    shapes = shapes_of(args.shapes)
+    good = [check_kind(kind, shapes, args.exact, not args.memcheck, args.only, say) for kind in args.kind]
+    if args.out:
+        args.out.write_text("\n".join(told) + "\n", encoding="utf-8")
+    return 0 if all(good) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

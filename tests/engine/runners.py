@@ -11,7 +11,6 @@ from torch import Tensor
 from diffusiongemma.config import ModelConfig
 from diffusiongemma.diffusion import SeededDraws
 from diffusiongemma.engine import Commit, Draft, End, Engine, Event, Limits, Request
-from diffusiongemma.engine.engine import Handle
 from diffusiongemma.engine.fast import FastRunner
 from diffusiongemma.model import DiffusionGemma
 from diffusiongemma.model.backend import torch_ops

@@ -4,11 +4,8 @@ from ops.triton_cpu import DEVICE  # isort: skip
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
-import triton.language as tl
-from triton.runtime import interpreter
 
 from diffusiongemma.diffusion.beliefs import read_logits
 from diffusiongemma.errors import InputError
@@ -19,17 +16,6 @@ from diffusiongemma.ops.vocab import Rules, Table, ban, draws, make_table, obey,
 CAP, SCALE = 30.0, 8.0
 FP32, BF16 = torch.float32, torch.bfloat16
 MANY = 140 if DEVICE.type == "cuda" else 18  # rows: more than a tile has, or what an interpreter can do
-
-if DEVICE.type == "cpu":
-    float_dot = interpreter.InterpreterBuilder.create_dot
-
-    def dot(self, a, b, d, *rest):
-        if a.dtype.scalar != tl.int8:
-            return float_dot(self, a, b, d, *rest)
-        product = np.matmul(a.data.astype(np.int32), b.data.astype(np.int32))
-        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
-
-    interpreter.InterpreterBuilder.create_dot = dot
 
 
 def make(rows: int = 5, vocab: int = 1312, width: int = 64, dtype=FP32, kind=None, soft=False, seed=0, spread=0.3):

@@ -2,7 +2,7 @@
 
 Triton 3.9's interpreter multiplies the raw bits of bfloat16 in `tl.dot`, takes integers for the bits of bfloat16,
 truncates when it should round to bfloat16, and loses the carry when it rounds to fp8. A card does none of this, so the
-mending is here and not in the kernels.
+mending is here and not in the kernels; and so are products of int8, which `_convert_float` could not take.
 """
 
 import os
@@ -39,6 +39,9 @@ def _convert_float(data, source, target, rounding):
 
 
 def _create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+    if a.dtype.scalar == tl.int8:
+        product = np.matmul(a.data.astype(np.int32), b.data.astype(np.int32))
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
     wide = [_convert_float(t.data, t.dtype.scalar, tl.float32, None).view(np.float32) for t in (a, b)]
     return interpreter.TensorHandle(np.matmul(*wide).astype(d.data.dtype) + d.data, d.dtype.scalar)
 

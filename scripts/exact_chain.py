@@ -1,0 +1,151 @@
+"""One prompt pass and one denoising pass: the same bits again, whatever is waited for? For `check_ops.py --chain`.
+
+A kernel that is launched early and reads too soon, or a sum whose order chance decides, shows here as other bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffusiongemma.config import FULL, SLIDING, ModelConfig
+from diffusiongemma.engine import Limits
+from diffusiongemma.engine.fast import FastRunner
+from diffusiongemma.model.backend import Ops, triton_ops
+from diffusiongemma.model.fused import Batch
+from diffusiongemma.model.quantize import Scheme, random_network
+from diffusiongemma.ops import kernels
+from diffusiongemma.ops.attention_cached import New
+from diffusiongemma.ops.fused import Rows
+from diffusiongemma.ops.vocab import Reading
+
+
+def config_for(card: bool) -> ModelConfig:
+    sizes: dict[str, Any] = dict(
+        vocab_size=4096, hidden_size=512, intermediate_size=512, moe_intermediate_size=128, head_dim=256,
+        global_head_dim=512, num_experts=32, top_k_experts=4, sliding_window=128, canvas_length=256,
+    )  # fmt: skip
+    if not card:
+        sizes = dict(
+            vocab_size=384, hidden_size=128, intermediate_size=64, moe_intermediate_size=64, head_dim=16,
+            global_head_dim=32, num_experts=16, top_k_experts=2, sliding_window=8, canvas_length=8,
+        )  # fmt: skip
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, num_global_key_value_heads=1)
+    layers = dict(num_hidden_layers=2, layer_types=(SLIDING, FULL), eos_token_ids=(1,))
+    return ModelConfig.preset("tiny", **sizes, **heads, **layers)
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """All tensors of a result"""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Rows | Reading):
+        value = [getattr(value, field.name) for field in fields(value)]
+    return [t for part in value or () for t in tensors(part)]
+
+
+def names(ops: Ops) -> list[str]:
+    return [field.name for field in fields(ops) if callable(getattr(ops, field.name))]
+
+
+def wrapped(ops: Ops, wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Ops:
+    changed: dict[str, Any] = {name: wrap(name, getattr(ops, name)) for name in names(ops)}
+    return replace(ops, **changed)
+
+
+def waiting(ops: Ops, device: torch.device) -> Ops:
+    """Operations that are each followed by a wait"""
+
+    def wrap(name: str, op: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            out = op(*args, **options)
+            wait(device)
+            return out
+
+        return run
+
+    return wrapped(ops, wrap)
+
+
+def twice(ops: Ops, device: torch.device, unstable: set[str]) -> Ops:
+    """Operations that are each called twice; the names of those whose bits differ are noted"""
+
+    def wrap(name: str, op: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            # The first call keeps nothing: what it wrote into the cache would be read by the second.
+            first = op(*args, **{**options, "keep": False} if "keep" in options else options)
+            wait(device)
+            second = op(*args, **options)
+            wait(device)
+            if not all(torch.equal(a, b) for a, b in zip(tensors(first), tensors(second), strict=True)):
+                unstable.add(name)
+            return second
+
+        return run
+
+    return wrapped(ops, wrap)
+
+
+@torch.inference_mode()
+def passes(runner: FastRunner, ops: Ops, lengths: tuple[int, ...]) -> list[Tensor]:
+    """Hidden states of prompts of these lengths together, and of a canvas over each"""
+    network, device = runner.network, runner.network.device
+    width = network.config.canvas_length
+    network.ops = ops
+    rows: list[Any] = [runner.new_row(n) for n in lengths]
+    random = torch.Generator().manual_seed(7)
+    prompt = torch.randint(3, 260, (sum(lengths),), generator=random).to(device)
+    canvas = torch.randint(3, 260, (len(lengths) * width,), generator=random).to(device)
+    offsets = runner.pool.offsets(rows).to(device)
+    starts = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
+    positions = torch.cat([torch.arange(n) for n in lengths]).int().to(device)
+    zeros = torch.zeros(len(lengths), dtype=torch.int32, device=device)
+    reach = runner.pool.reach_for(max(lengths))
+    first = network.encode(prompt, Batch(offsets, zeros, positions, New(starts, max(lengths)), reach))
+    held = torch.tensor(lengths, dtype=torch.int32, device=device)
+    begin = torch.arange(0, len(lengths) * width + 1, width, dtype=torch.int32, device=device)
+    at = (held[:, None] + torch.arange(width, device=device)).flatten().int()
+    soft = torch.randn(len(canvas), network.config.hidden_size, generator=random).to(device, network.dtype)
+    second = network.denoise(canvas, soft, Batch(offsets, held, at, New(begin, width), reach))
+    wait(device)
+    return [first.clone(), second.clone()]
+
+
+def check(kind: str, device: torch.device, say: Callable[[str], None]) -> bool:
+    """-> whether all bits are the same"""
+    card = device.type == "cuda"
+    scheme = None if kind == "bf16" else Scheme.parse(kind, 64 if kind == "int4" else None)
+    model = random_network(config_for(card), scheme, device, torch.bfloat16, std=0.02)
+    limits = Limits(max_bytes=1 << (28 if card else 20), max_rows=4, chunk=512 if card else 16)
+    runner = FastRunner(model, triton_ops(exact=True), limits, graphs=False)
+    lengths = (40, 300, 700) if card else (5, 11)
+    plain, unstable = runner.network.ops, set[str]()
+    chain = passes(runner, plain, lengths)
+    others = {
+        "again": passes(runner, plain, lengths),
+        "with a wait after every operation": passes(runner, waiting(plain, device), lengths),
+        "with every operation called twice": passes(runner, twice(plain, device, unstable), lengths),
+    }
+    kernels.EARLY = False
+    try:
+        others["with no kernel that begins early"] = passes(runner, plain, lengths)
+    finally:
+        kernels.EARLY = True
+    verdicts = {name: all(map(torch.equal, chain, other)) for name, other in others.items()}
+    if card:  # an interpreter leaves the order of sums to NumPy, and that depends on the batch
+        alone = passes(runner, plain, lengths[:1])[0]
+        verdicts["of the first prompt alone"] = torch.equal(alone, chain[0][: lengths[0]])
+    for name in sorted(unstable):
+        verdicts[f"of {name} when called twice"] = False
+    for name, same in verdicts.items():
+        say(f"{kind}: the same bits {name}: {'yes' if same else 'NO'}")
+    return all(verdicts.values())
