@@ -16,7 +16,7 @@
 #                    ($EXTRA: more options, such as `--experts dense`)
 #   finetune RECIPE MAX TOTAL   the same with another recipe, in the same run (weights of tasks may differ)
 #   collect          metrics, curves and the averaged weights in int8 (four shards) to $OUT
-#   evals SECONDS    `dgemma eval` of what was collected, as it would be shipped, each at most so long, to $OUT
+#   ship             the averaged weights as they would be shipped, in $WORK/shipped, for scripts/evaluate.py --model
 set -euo pipefail
 cd "$(dirname "$0")/.."
 work=${WORK:-/tmp/dgemma-nano} carry=${CARRY:-carry} out=${OUT:-$work/out}
@@ -96,33 +96,9 @@ while (($#)); do
         cp "$work/train.log" "$work/run/"
         (cd "$work/run" && tar czf "$out/run.tar.gz" metrics.jsonl train.log curves.png)
         ls -l "$out" ;;
-    evals)
-        rm -rf "$work/eval-out" "$work/shipped" && mkdir -p "$work/eval-out"
-        python3 -m diffusiongemma.train.ship "$out" "$work/shipped" --tokenizer "$work/tokenizer"
-        judge() { # NAME ARGUMENTS: what it says and every answer are kept; side by side they would wait for each other
-            local name=$1
-            shift
-            OMP_NUM_THREADS=1 timeout "$limit" python3 -m diffusiongemma eval "$@" -m "$work/shipped" --device cuda --batch 16 \
-                --json --output "$work/eval-out/$name.jsonl" >"$work/eval-out/$name.json" 2>"$work/eval-out/$name.err" || echo "$name: $?"
-        }
-        limit=$1
-        shift
-        judge sudoku sudoku --attempts 5
-        judge sudoku-ar sudoku --mode ar --set qqwing_expert --set gymnasium_sudoku
-        judge sudoku-all sudoku --all-steps --set qqwing_expert --set gymnasium_sudoku
-        judge sudoku-steps sudoku --set qqwing_expert --steps 8,16,32,48,96,192
-        judge line infill --set line
-        judge line-4 infill --set line --candidates 4
-        judge line-ar infill --set line --mode ar
-        judge line-all infill --set line --all-steps
-        judge blocks infill --set lines --set inside
-        judge blocks-ar infill --set lines --set inside --mode ar
-        judge svg svg
-        judge svg-ar svg --mode ar
-        judge arithmetic arithmetic --mode both
-        tail -n 3 "$work"/eval-out/*.err
-        tar czf "$out/evals.tar.gz" -C "$work" eval-out
-        ls -l "$out" ;;
+    ship)
+        rm -rf "$work/shipped"
+        python3 -m diffusiongemma.train.ship "$work/run" "$work/shipped" --tokenizer "$work/tokenizer" ;;
     *)
         echo "unknown step $step" >&2
         exit 2 ;;

@@ -1,6 +1,7 @@
 """Rows: the right text in the right place, the same for the same step."""
 
 import dataclasses
+import hashlib
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from diffusiongemma.errors import ConfigError, DataError
 from diffusiongemma.tasks import format
 from diffusiongemma.tasks.format import BOS, EOS, FIM_PREFIX, FIM_SUFFIX, PAD
 from diffusiongemma.train.batches import Batches, turns
+from diffusiongemma.train.data import bpe
 from diffusiongemma.train.loop import Trainer
 from diffusiongemma.train.recipe import Recipe, parse_recipe
 from diffusiongemma.train.report import Window
@@ -200,6 +202,20 @@ def test_an_unknown_option_or_kind_is_an_error(data: Path) -> None:
             Batches(recipe(data, **wrong), VOCABULARY)
     with pytest.raises(DataError, match="no token arrays"):
         Batches(recipe(data, kind="continuation", source="nothing"), VOCABULARY)
+
+
+def test_arrays_of_another_tokenizer_are_refused(data: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    bpe.save(VOCABULARY.library, folder)
+    made = dataclasses.replace(recipe(data, kind="continuation", source="code"), tokenizer=str(folder))
+    own = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+    for there in ("{}", json.dumps({"tokenizer_sha256": own})):
+        (data / "meta.json").write_text(there)
+        Batches(made, VOCABULARY)
+    (data / "meta.json").write_text('{"tokenizer_sha256": "0"}')
+    with pytest.raises(DataError, match="another tokenizer"):
+        Batches(made, VOCABULARY)
+    Batches(dataclasses.replace(made, tokenizer="bytes"), VOCABULARY)  # has no file to compare
 
 
 def test_open_hole() -> None:

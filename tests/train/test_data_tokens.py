@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -112,6 +113,27 @@ def test_what_is_packed_comes_back(folder: Path, tmp_path: Path, monkeypatch: py
         for name in ("puzzle", "solution", "guesses"):
             assert np.array_equal(arrays[name], getattr(puzzles, name))
     assert (tmp_path / "out" / "meta.json").read_text() == "{}"
+
+
+def test_part_of_the_code_is_packed_in_whole_documents(folder: Path, tmp_path: Path) -> None:
+    np.savez(tmp_path / "sudoku.npz", puzzle=generate(5, np.zeros(2, np.uint8)).puzzle)
+    tokens = tmp_path / "tokens"
+    tokens.mkdir()
+    for name in ("code", "docs"):
+        Encoder(folder).write(TEXTS, tokens, name)
+    (tokens / "meta.json").write_text('{"code": {"documents": 9, "tokens": 9}, "docs": {}}')
+    offsets = np.load(tokens / "code_offsets.npy")
+    for most, documents in ((int(offsets[2]), 2), (int(offsets[3]) - 1, 2), (int(offsets[-1]), len(TEXTS))):
+        transport.pack(tokens, tmp_path / "sudoku.npz", tmp_path / "transport", most)
+        transport.unpack([tmp_path / "transport"], tmp_path / "out", workers=1)
+        code, ends = (np.load(tmp_path / "out" / f"{name}.npy") for name in ("code", "code_offsets"))
+        assert np.array_equal(ends, offsets[: documents + 1])
+        assert np.array_equal(code, np.load(tokens / "code.npy")[: ends[-1]])
+        assert np.array_equal(np.load(tmp_path / "out" / "docs.npy"), np.load(tokens / "docs.npy"))
+        meta = json.loads((tmp_path / "out" / "meta.json").read_text())
+        assert meta == {"code": {"documents": documents, "tokens": int(ends[-1])}, "docs": {}}
+    with pytest.raises(DataError, match="the first document of the code has"):
+        transport.pack(tokens, tmp_path / "sudoku.npz", tmp_path / "transport", 1)
 
 
 def test_unpack_without_files_says_so(tmp_path: Path) -> None:

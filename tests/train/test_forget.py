@@ -1,5 +1,6 @@
 """Training with `forget`: rounds without a belief come as in the sampler, for each row by its own age."""
 
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from diffusiongemma.errors import ConfigError
 from diffusiongemma.model import DiffusionGemma
 from diffusiongemma.train.forward import TrainingForward
 from diffusiongemma.train.held import Held
+from diffusiongemma.train.loop import Trainer
 from diffusiongemma.train.objective import micro_loss
-from diffusiongemma.train.recipe import ObjectiveConfig, Recipe, TaskConfig, read_recipe
+from diffusiongemma.train.recipe import ObjectiveConfig, Recipe, TaskConfig, parse_recipe, read_recipe
 from diffusiongemma.train.rows import Rows
 
 ROOT = Path(__file__).parents[2]
@@ -120,6 +122,8 @@ def with_task(**own: Any) -> tuple[Recipe, TaskConfig]:
         ({"rounds": 1}, "drop must be"),
         ({"temperature": (0.5, 0.1)}, "temperature must be"),
         ({"accept": (0.0, 0.1)}, "accept must be"),
+        ({"unroll": 0.5}, "unroll needs self-conditioning, and one round"),
+        ({"unroll": 0.0}, "unroll needs self-conditioning, and one round"),
     ],
 )
 def test_a_recipe_that_asks_for_nothing_is_refused(own: dict[str, Any], message: str) -> None:
@@ -136,6 +140,26 @@ def test_a_task_has_ranges_of_its_own() -> None:
         replace(TINY, objective=never, tasks=(replace(TINY.tasks[0], accept=(0.1, 0.2)),))
 
 
+def test_a_task_may_leave_the_path_alone(tmp_path: Path) -> None:
+    table = tomllib.loads((ROOT / "recipes" / "tiny-cpu.toml").read_text())
+    table["task"][0]["unroll"] = 0  # a whole number is a share as well
+    made = parse_recipe(table)
+    assert [made.objective_of(task).unroll for task in made.tasks] == [0.0, 0.5]
+    for own, says in (
+        ({"unroll": 1.5}, "unroll must be a share"),
+        ({"unroll": 0.0, "accept": (0.1, 0.2)}, "on no path"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            replace(TINY, tasks=(replace(TINY.tasks[0], **own),))
+    with pytest.raises(ConfigError, match="unroll needs self-conditioning"):
+        replace(made, objective=replace(TINY.objective, self_conditioning=0.0))
+    table["task"][0]["unroll"] = "half"
+    with pytest.raises(ConfigError, match="unroll must be of type float"):
+        parse_recipe(table)
+    trainer = Trainer(made, tmp_path, torch.device("cpu"), quiet=True)
+    assert {name: own.unroll for name, own in trainer.objectives.items()} == {"arithmetic": 0.0, "sudoku": 0.5}
+
+
 @pytest.mark.parametrize("wrong", ["[0.5]", "[0.1, 0.2, 0.3]", '["low", "high"]', "0.5"])
 @pytest.mark.parametrize("name", ["noise", "temperature"])
 def test_a_range_is_two_numbers(tmp_path: Path, name: str, wrong: str) -> None:
@@ -147,6 +171,15 @@ def test_a_range_is_two_numbers(tmp_path: Path, name: str, wrong: str) -> None:
 
 def test_the_recipes_can_be_read() -> None:
     """Those of the embedded model; what they train on is not here."""
-    third = read_recipe(ROOT / "recipes" / "nano_third.toml")
-    assert abs(sum(task.weight for task in third.tasks) - 1.0) < 1e-9
-    assert {task.name: task.forget for task in third.tasks if task.hold} == {"sudoku": 8}
+    for name in ("nano_third", "nano_fourth"):
+        recipe = read_recipe(ROOT / "recipes" / f"{name}.toml")
+        assert abs(sum(task.weight for task in recipe.tasks) - 1.0) < 1e-9
+        assert {task.name: task.forget for task in recipe.tasks if task.hold} == {"sudoku": 8}
+
+
+def test_the_fourth_recipe_has_a_path_only_where_one_answer_is_right() -> None:
+    third, fourth = (read_recipe(ROOT / "recipes" / f"nano_{name}.toml") for name in ("third", "fourth"))
+    paths = {task.name: task.rounds > 1 or fourth.objective_of(task).unroll > 0 for task in fourth.tasks}
+    assert {name for name, path in paths.items() if path} == {"sudoku", "arithmetic"}
+    boards = [next(task for task in recipe.tasks if task.name == "sudoku") for recipe in (third, fourth)]
+    assert boards[0] == boards[1]

@@ -142,6 +142,24 @@ def test_rounds_follow_the_sampler_and_all_are_trained(monkeypatch: pytest.Monke
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.parametrize("unroll", [0.0, 0.5])
+def test_without_unroll_a_belief_comes_and_the_canvas_stays(unroll: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = TrainingForward(DiffusionGemma(ModelConfig.preset("tiny")).init_weights(0))
+    seen, denoise = [], forward.denoise
+
+    def watch(canvas: torch.Tensor, soft: torch.Tensor | None, prefix: list) -> tuple:  # type: ignore[type-arg]
+        seen.append((canvas.clone(), soft))
+        return denoise(canvas, soft, prefix)
+
+    monkeypatch.setattr(forward, "denoise", watch)
+    micro_loss(forward, rows(forward.config), ObjectiveConfig(self_conditioning=0.5, unroll=unroll))
+    (first, _), (second, belief) = seen
+    assert belief is not None
+    assert (belief.view(4, -1) != 0).any(dim=1).tolist() == [True, True, False, False]
+    changed = (first != second[:2]).any(dim=1).tolist()
+    assert changed == ([True, False] if unroll else [False, False])
+
+
 def test_noise_keeps_to_the_range_of_its_task() -> None:
     torch.manual_seed(0)
     canvas = torch.full((500, 200), 10_000)

@@ -1,16 +1,23 @@
-"""`dgemma eval`: how good a model is at a task, with confidence intervals. One command a task."""
+"""`dgemma eval`: how good a model is at a task, with confidence intervals. One command a task.
+
+Each command makes a plan (the task as it was told, and its cases) and runs it. The plans stand alone, so that
+scripts/evaluate.py can run many of them with one engine.
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from diffusiongemma.cli.evaluation import EvalOptions, run_sets, with_eval_options
 from diffusiongemma.cli.figures import CaseSet, print_reports, to_json
 from diffusiongemma.errors import InputError
+
+if TYPE_CHECKING:
+    from diffusiongemma.tasks.evaluation import Task
 
 app = typer.Typer(no_args_is_help=True, help="Measure a model: sudoku, infill, svg or arithmetic.")
 
@@ -28,6 +35,12 @@ def sudoku(
     options: EvalOptions,
 ) -> None:
     """Boards solved, one attempt, givens pinned; `--file` has a puzzle a line, `.` or `0` for empty."""
+    run_sets(*plan_sudoku(options, sets, attempts), options)
+
+
+def plan_sudoku(
+    options: EvalOptions, sets: list[str] | None = None, attempts: int = 1
+) -> tuple[Task[Any], list[CaseSet]]:
     from diffusiongemma.tasks import sudoku as task
     from diffusiongemma.tasks.sets import take
 
@@ -42,7 +55,7 @@ def sudoku(
     for name, path in found:
         cases = take(task.read_puzzles(path), options.limit, options.seed)
         made.append(CaseSet(name, cases, task.remarks(cases) if options.file is not None else ()))
-    run_sets(task.Sudoku(attempts), made, options)
+    return task.Sudoku(attempts), made
 
 
 @app.command("infill")
@@ -65,6 +78,18 @@ def infill(
     options: EvalOptions,
 ) -> None:
     """Holes in held-out Python: line, lines, inside; `--file` has JSON lines with `prefix`, `suffix`, `target`."""
+    run_sets(*plan_infill(options, sets, candidates, check, choose, context, canvas), options)
+
+
+def plan_infill(
+    options: EvalOptions,
+    sets: list[str] | None = None,
+    candidates: int | None = None,
+    check: str = "none",
+    choose: str = "likeliest",
+    context: int | None = None,
+    canvas: int | None = None,
+) -> tuple[Task[Any], list[CaseSet]]:
     from diffusiongemma.engine.choice import Choice
     from diffusiongemma.tasks import infill as task
     from diffusiongemma.tasks.sets import take
@@ -79,7 +104,7 @@ def infill(
     else:
         found = [(name, task.built_in(name)) for name in _chosen(sets, list(task.KINDS))]
     made = [CaseSet(name, take(cases, options.limit, options.seed)) for name, cases in found]
-    run_sets(task.Infill(candidates, context, canvas, choice), made, options)
+    return task.Infill(candidates, context, canvas, choice), made
 
 
 @app.command("svg")
@@ -95,12 +120,10 @@ def svg(
     options: EvalOptions,
 ) -> None:
     """Icons for held-out names; `--file` has a wish a line, or JSON lines with `prompt`."""
-    from diffusiongemma.tasks import svg as task
     from diffusiongemma.tasks.icons import Icons, grade_answers, missing_renderer
 
-    missing = missing_renderer()
     if answers is not None:
-        if missing:
+        if missing := missing_renderer():
             raise InputError(f"icons are drawn to be graded, and {', '.join(missing)} is not installed here")
         if attempts > 1 or options != EvalOptions(as_json=options.as_json):
             raise InputError("--answers runs nothing, so only --json has an effect beside it")
@@ -111,6 +134,14 @@ def svg(
             else:
                 print_reports(Icons(), one, reports, str(answers))
         return
+    run_sets(*plan_svg(options, attempts), options)
+
+
+def plan_svg(options: EvalOptions, attempts: int = 1) -> tuple[Task[Any], list[CaseSet]]:
+    from diffusiongemma.tasks import svg as task
+    from diffusiongemma.tasks.icons import Icons, missing_renderer
+
+    missing = missing_renderer()
     if missing and (options.output is None or options.plot is not None):
         raise InputError(
             f"icons are drawn to be graded, and {', '.join(missing)} is not installed here: keep the answers with "
@@ -119,17 +150,21 @@ def svg(
     options.refuse_attempts(attempts)
     name = "held-out names" if options.file is None else options.file.name
     cases = task.cases(options.file, options.limit, options.seed)
-    run_sets(Icons(attempts, not missing), [CaseSet(name, cases)], options)
+    return Icons(attempts, not missing), [CaseSet(name, cases)]
 
 
 @app.command("arithmetic")
 @with_eval_options
 def arithmetic(*, options: EvalOptions) -> None:
     """Sums and the like, made by the seed; `--file` has JSON lines with `question` and `answer`."""
+    run_sets(*plan_arithmetic(options), options)
+
+
+def plan_arithmetic(options: EvalOptions) -> tuple[Task[Any], list[CaseSet]]:
     from diffusiongemma.tasks import arithmetic as task
 
     name = "held-out questions" if options.file is None else options.file.name
-    run_sets(task.Arithmetic(), [CaseSet(name, task.cases(options.file, options.limit, options.seed))], options)
+    return task.Arithmetic(), [CaseSet(name, task.cases(options.file, options.limit, options.seed))]
 
 
 def _chosen(wanted: list[str] | None, there: list[str]) -> list[str]:

@@ -153,10 +153,16 @@ def evaluate(
     variant: Variant,
     seed: int = 0,
     progress: Progress | None = None,
+    places: Sequence[int] | None = None,
 ) -> Report:
-    """All cases, in as few rounds as their work needs. The same seed gives the same report, seconds aside."""
+    """All cases, in as few rounds as their work needs. The same seed gives the same report, seconds aside.
+
+    `places`: where each case stands in its whole set, if these are a part of it: a case then has the seed that it has
+    among all.
+    """
     began = time.perf_counter()
-    works = [task.work(engine, case, variant, seed + SEEDS_A_CASE * i) for i, case in enumerate(cases)]
+    numbered = zip(range(len(cases)) if places is None else places, cases, strict=True)
+    works = [task.work(engine, case, variant, seed + SEEDS_A_CASE * place) for place, case in numbered]
     graded: dict[int, Graded] = {}
     waiting: dict[int, list[Request]] = {}
     for i, work in enumerate(works):

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from diffusiongemma.train.mixtures import make_task
 from diffusiongemma.train.recipe import Recipe, TaskConfig
 from diffusiongemma.train.rows import Rows
-from diffusiongemma.train.sources import Vocabulary
+from diffusiongemma.train.sources import Vocabulary, check_tokenizer
 
 CYCLE = 200  # micro-batches after which the turns repeat
 
@@ -44,6 +44,7 @@ class Batches(Dataset[list[Rows]]):
 
     def __init__(self, recipe: Recipe, vocabulary: Vocabulary) -> None:
         self.recipe = recipe
+        check_tokenizer(recipe.data, recipe.tokenizer)
         self.tasks = [make_task(config, recipe, vocabulary) for config in recipe.tasks]
         self.cycle = turns([config.weight for config in recipe.tasks])
         self.counts = [rows_of(config, recipe.run.micro_tokens) for config in recipe.tasks]

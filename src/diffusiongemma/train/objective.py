@@ -4,6 +4,9 @@ A canvas draws t ~ U(1e-3, 1), and each of its tokens becomes a uniform random o
 one); with `span`, the noise is one hole instead: everything inside, nothing outside. Half of the canvases are
 conditioned on what a first pass without gradient believed. A share of those (`unroll`) goes on to the canvas that the
 sampler would make of that belief, accepted guesses and fresh noise, so that the model learns to repair its mistakes.
+The right tokens are asked for all the same, whatever was accepted. Where many answers are right, as for icons, a path
+towards another of them is then no mistake, and the model learns the mean of all: such tasks have `unroll = 0` and one
+round.
 
 A task with `rounds` follows the sampler further: every pass is trained, and what it believed makes the canvas and the
 conditioning of the next. No pass is without gradient, and the model meets the states that it leads itself into; boards

@@ -6,6 +6,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
+from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from diffusiongemma.config import ModelConfig
@@ -32,6 +33,7 @@ class TaskConfig:
     noise: tuple[float, float] = (1e-3, 1.0)  # range of t, the share of a canvas that is noise
     temperature: tuple[float, float] | None = None  # None: the objective's; the range that the task is sampled with
     accept: tuple[float, float] | None = None  # None: the objective's
+    unroll: float | None = None  # None: the objective's; 0 where many answers are right, or their mean is learned
     tail_weight: float = 1.0  # of the canvas's last position; falls evenly from 1 at its first
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -113,9 +115,9 @@ class Recipe:
             raise ConfigError("this recipe cannot be used", problems)
 
     def objective_of(self, task: TaskConfig) -> ObjectiveConfig:
-        """The objective with the task's own ranges, where it has some"""
-        common = self.objective
-        return replace(common, temperature=task.temperature or common.temperature, accept=task.accept or common.accept)
+        """The objective with the task's own values, where it has some"""
+        own = {name: getattr(task, name) for name in ("temperature", "accept", "unroll")}
+        return replace(self.objective, **{name: value for name, value in own.items() if value is not None})
 
 
 def _problems(task: TaskConfig, objective: ObjectiveConfig) -> list[str]:
@@ -138,6 +140,13 @@ def _problems(task: TaskConfig, objective: ObjectiveConfig) -> list[str]:
             found.append(f"{name} must be two positive numbers, the lower first")
         if pair is not None and task.rounds == 1 and not objective.self_conditioning:
             found.append(f"{name} needs rounds or self-conditioning")
+    unroll = objective.unroll if task.unroll is None else task.unroll
+    if task.accept is not None and task.rounds == 1 and not unroll:
+        found.append("accept needs rounds, or unroll above 0: nothing is accepted on no path")
+    if task.unroll is not None and not 0 <= task.unroll <= 1:
+        found.append("unroll must be a share")
+    if task.unroll is not None and (task.rounds > 1 or not objective.self_conditioning):
+        found.append("unroll needs self-conditioning, and one round: more of them follow the path themselves")
     return found
 
 
@@ -196,9 +205,11 @@ def _build(cls: type[T], table: Mapping[str, Any], where: str) -> T:
                 problems.append(f"{where}: {name} is missing")
             continue
         value, hint = table[name], hints[name]
+        if isinstance(hint, UnionType):  # a number or None: the file has no None
+            hint = next(kind for kind in get_args(hint) if kind is not NoneType)
         if hint is float and type(value) is int:
             value = float(value)
-        if (float, float) in map(get_args, (hint, *get_args(hint))):  # a pair, or a pair or None
+        if get_args(hint) == (float, float):
             if isinstance(value, list) and len(value) == 2 and all(type(v) in (int, float) for v in value):
                 value = tuple(map(float, value))
             else:

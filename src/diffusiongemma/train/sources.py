@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import os
 from pathlib import Path
 
@@ -39,6 +41,20 @@ class Vocabulary:
             # Byte-level spelling: Ċ is a line feed, č a carriage return.
             table[id] = text[0] in "Ċč" and "Ċ" in text
         return table
+
+
+def check_tokenizer(data: str, tokenizer: str) -> None:
+    """Refuse token arrays of another tokenizer than the recipe's: their numbers would mean other texts."""
+    meta = Path(data) / "meta.json"
+    if tokenizer == "bytes" or not data or not meta.is_file():
+        return
+    made_with = json.loads(meta.read_text(encoding="utf-8")).get("tokenizer_sha256")
+    own = hashlib.sha256((Path(tokenizer) / "tokenizer.json").read_bytes()).hexdigest()
+    if made_with not in (None, own):
+        raise DataError(
+            f"the token arrays in {data} were made with another tokenizer than {tokenizer}: make them again with "
+            "`python -m diffusiongemma.train.data tokenize`"
+        )
 
 
 class Documents:

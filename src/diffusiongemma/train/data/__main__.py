@@ -71,7 +71,8 @@ def _infill(args: argparse.Namespace) -> None:
 def _pack(args: argparse.Namespace) -> None:
     from diffusiongemma.train.data.transport import pack
 
-    print(json.dumps(pack(args.out / "tokens", args.out / "sudoku.npz", args.out / "transport")["bytes"]))
+    code = None if args.code is None else round(args.code * 1e6)
+    print(json.dumps(pack(args.out / "tokens", args.out / "sudoku.npz", args.out / "transport", code)["bytes"]))
 
 
 def _unpack(args: argparse.Namespace) -> None:
@@ -105,6 +106,7 @@ def main() -> int:
     infill.add_argument("--seed", type=int, default=0, help="which holes are drawn")
     infill.set_defaults(run=_infill)
     pack = commands.add_parser("pack", help="tokens/ and sudoku.npz as compressed parts in transport/")
+    pack.add_argument("--code", type=float, help="millions of tokens of code at most, in whole documents (all)")
     pack.set_defaults(run=_pack)
     unpack = commands.add_parser("unpack", help="token arrays and puzzles from such parts")
     unpack.add_argument("parts", type=Path, nargs="+", help="part folders, as many as are there")

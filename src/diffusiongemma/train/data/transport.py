@@ -50,13 +50,27 @@ def _array_bytes(array: np.ndarray[Any, Any]) -> bytes:
     return stream.getvalue()
 
 
-def _files(tokens: Path, sudoku: Path) -> Iterator[tuple[str, bytes]]:
+def _code(tokens: Path, most: int) -> dict[str, int]:
+    """How many items of each array of the code make the whole documents that fit into `most` tokens"""
+    offsets = np.load(tokens / "code_offsets.npy")
+    documents = int(np.searchsorted(offsets, most, side="right")) - 1
+    if documents < 1:
+        raise DataError(f"the first document of the code has {offsets[1]:,} tokens, which is more than {most:,}")
+    return {"code": int(offsets[documents]), "code_offsets": documents + 1}
+
+
+def _files(tokens: Path, sudoku: Path, code: int | None) -> Iterator[tuple[str, bytes]]:
     """Names with a running number, and what each holds."""
     with np.load(sudoku) as arrays:
         yield "sudoku.boards.000", pack_boards(arrays["puzzle"])
-    yield "meta.json.000", (tokens / "meta.json").read_bytes()
+    cut = {} if code is None else _code(tokens, code)
+    meta = (tokens / "meta.json").read_bytes()
+    if cut:
+        told = {"documents": cut["code_offsets"] - 1, "tokens": cut["code"]}
+        meta = json.dumps(json.loads(meta) | {"code": told}, indent=1).encode() + b"\n"
+    yield "meta.json.000", meta
     for path in sorted(tokens.glob("*.npy"), key=lambda p: (_rank(p.stem), p.stem)):
-        array = np.load(path, mmap_mode="r")
+        array = np.load(path, mmap_mode="r")[: cut.get(path.stem)]
         if path.stem.endswith("_offsets"):
             array = np.diff(array, prepend=0)  # lengths are small numbers, offsets are not
         for number, start in enumerate(range(0, len(array), _PIECE)):
@@ -67,11 +81,11 @@ def _rank(stem: str) -> int:
     return next((rank for rank, name in enumerate(_ORDER) if stem.startswith(name)), len(_ORDER))
 
 
-def pack(tokens: Path, sudoku: Path, out: Path) -> dict[str, Any]:
-    """Writes token arrays and puzzles into part folders of at most PART_BYTES each."""
+def pack(tokens: Path, sudoku: Path, out: Path, code: int | None = None) -> dict[str, Any]:
+    """Writes token arrays and puzzles into part folders of at most PART_BYTES each; of code at most `code` tokens."""
     shutil.rmtree(out, ignore_errors=True)  # parts of an older data set must not mix with these
     parts: list[dict[str, int]] = [{}]
-    for name, data in _files(tokens, sudoku):
+    for name, data in _files(tokens, sudoku, code):
         packed = lzma.compress(data, format=lzma.FORMAT_XZ, filters=_FILTERS)
         if sum(parts[-1].values()) + len(packed) > PART_BYTES:
             parts.append({})
