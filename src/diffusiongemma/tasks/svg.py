@@ -31,7 +31,7 @@ NAMES = BUILT_IN / "svg_names.jsonl.gz"
 INK_LEAST, INK_MOST = 0.002, 0.995
 MAX_ATTEMPTS = 100
 INK_SIZE = 64  # pixels of the picture that ink is measured on
-# Path data wants fewer tokens accepted at once than text, and more steps for it (docs/log.md says what that gives).
+# Path data wants fewer tokens accepted at once than text, and more steps for it (docs/nano.md says what that gives).
 CARE: Mapping[str, Any] = {"steps": 96, "entropy_bound": 0.05}
 _FENCED = re.compile(r"\s*```(?:svg|xml|html)?[ \t]*\n(.*?)\n?```\s*", re.DOTALL)
 
