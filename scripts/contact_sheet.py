@@ -46,7 +46,7 @@ class Cell:
 def answers(engine: Engine, wishes: Sequence[str], seed: int, steps: int | None = None) -> list[Cell]:
     """One answer a wish; wish number i gets the seed `seed` + i."""
     cells: list[Cell] = []
-    options = svg.care({}) if steps is None else {"steps": steps}
+    options = {} if steps is None else {"steps": steps}
     for first in range(0, len(wishes), BATCH):
         some = wishes[first : first + BATCH]
         results = engine.generate_batch([svg.prompt(engine, wish) for wish in some], seed=seed + first, **options)
@@ -110,7 +110,7 @@ def main(
     count: Annotated[int, typer.Option(min=1, max=500)] = 64,
     columns: Annotated[int, typer.Option(min=1)] = 8,
     seed: Annotated[int, typer.Option(min=0, help="Of the first icon.")] = 0,
-    steps: Annotated[int | None, typer.Option(min=1, help="At most (default: as dgemma svg draws).")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="At most (default: what the model's settings say).")] = None,
     kept: Annotated[Path | None, typer.Option("--answers", help="Run nothing: draw what this file holds.")] = None,
 ) -> None:
     """Draw the first held-out names, and write one picture of all of them."""

@@ -65,7 +65,7 @@ EVALUATIONS = {
     "line": Evaluation(plan_infill, LINE),
     "line-8": Evaluation(plan_infill, LINE | EIGHT),
     "sudoku": Evaluation(plan_sudoku, {"sets": [*BOARDS["sets"], "own_36_46"], "attempts": 5}),
-    "svg-released": Evaluation(plan_svg, how={"limit": 200, "steps": "48"}),  # without the care of tasks/svg.py
+    "svg-careful": Evaluation(plan_svg, how={"limit": 200, "steps": "96", "option": ["entropy_bound=0.05"]}),
     "blocks": Evaluation(plan_infill, BLOCKS, {"limit": 250}),
     "line-ar": Evaluation(plan_infill, LINE, {"mode": "ar"}),
     "blocks-ar": Evaluation(plan_infill, BLOCKS, {"limit": 250, "mode": "ar"}),

@@ -6,7 +6,6 @@ import json
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
@@ -18,7 +17,7 @@ from diffusiongemma.cli.show import Json
 from diffusiongemma.cli.svg import check_target, draw, free_name, preview
 from diffusiongemma.engine import Draft, Engine, Event, Request
 from diffusiongemma.errors import DiffusionGemmaError, InputError
-from diffusiongemma.tasks.svg import CARE, document, grade
+from diffusiongemma.tasks.svg import document, grade
 from diffusiongemma.tasks.svg_render import coverage
 
 QUICK = ("--model", "random:tiny", "--steps", "1", "--max-new-tokens", "8")
@@ -152,37 +151,6 @@ def test_random_weights_draw_nothing_but_the_whole_command_runs() -> None:
     assert [event["kind"] for event in events][-2:] == ["end", "icon"]
     assert events[-1]["svg"] is None
     assert Path(events[-1]["raw"]).read_text(encoding="utf-8") == events[-2]["text"]
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ([], tuple(CARE.values())),
-        (["--steps", "1"], (1, 0.1)),
-        (["--steps", "1", "--entropy-bound", "0.3"], (1, 0.3)),
-        (["--ar"], (48, 0.1)),
-    ],
-)
-def test_icons_are_drawn_with_care_unless_told_otherwise(
-    given: list[str], expected: tuple[int, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked, real = [], Engine.request
-
-    def request(self: Engine, prompt: Sequence[int], **options: Any) -> Request:
-        asked.append(real(self, prompt, **options).params)
-        quick = {} if "--ar" in given else {"steps": 1}  # nobody waits for what was asked
-        return real(self, prompt, **options | quick)
-
-    monkeypatch.setattr(Engine, "request", request)
-    answer_with(monkeypatch, [FILLED])
-    args = ["svg", "bell", "--no-png", "--model", "random:tiny", "--max-new-tokens", "8", *given]
-    assert CliRunner().invoke(app, args).exit_code == 0
-    assert [(params.steps, params.entropy_bound) for params in asked] == [expected]
-
-
-def test_the_help_names_the_care_it_takes() -> None:
-    said = " ".join(CliRunner().invoke(app, ["svg", "--help"], env={"COLUMNS": "200"}).stdout.split())
-    assert f"At most {CARE['steps']} steps with an entropy bound of {CARE['entropy_bound']}" in said
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def test_every_named_evaluation_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert files.keys() == {"summary.jsonl"} | both
     assert len(files["sudoku-steps.jsonl"]) == 2 * 9
     found = {(line["name"], line.get("run")): line for line in lines}
-    assert found["line-careful", "diffusion"]["options"] == {"entropy_bound": 0.05}
+    assert found["svg-careful", "diffusion 96"]["options"] == {"entropy_bound": 0.05}
     assert {"attempts", "visible within 6"} <= found["svg", "diffusion"].keys()
     assert "early_stop_costs_points" in found["line-all", None]
 
@@ -237,12 +237,12 @@ def test_icons_without_a_renderer_are_graded_later(tmp_path: Path, monkeypatch: 
     pytest.importorskip("resvg_py")
     engine_of(monkeypatch, lambda request: DRAWN if request.params.seed % 2000 else "<svg")
     monkeypatch.setattr(icons, "find_spec", lambda name: None)
-    load("evaluate").main(tmp_path, only="svg-ar", limit=4)
+    load("evaluate").main(tmp_path, only="svg-careful", limit=4)
     ((line,), files) = kept_by(tmp_path)
     assert line["cases"] == 4
     assert "visible" not in line
     answers = tmp_path / "answers.jsonl"
-    answers.write_text("".join(json.dumps(row) + "\n" for row in files["svg-ar.jsonl"]))
+    answers.write_text("".join(json.dumps(row) + "\n" for row in files["svg-careful.jsonl"]))
     ((report,),) = icons.grade_answers(answers).values()
     assert report.figures()["visible"].value == 0.5
 

@@ -1,11 +1,9 @@
 """Icons as an evaluation: attempts beside the one, and answers that are graded on another machine."""
 
-import re
 from pathlib import Path
 
 import pytest
 
-import diffusiongemma
 from diffusiongemma.cli.figures import CaseSet, save_cases
 from diffusiongemma.engine import Request
 from diffusiongemma.errors import DataError, InputError
@@ -105,31 +103,6 @@ def test_attempts_that_were_allowed_name_the_figures_and_not_those_that_were_tak
     assert [one.figures()["attempts"].value for one in later] == [1.0, 2.0]
     file.write_text(file.read_text().replace('"allowed": 4', '"other": 4'))  # as older files are: what was taken counts
     assert "visible within 2" in grade_answers(file)["names"][1].figures()
-
-
-@pytest.mark.parametrize(
-    ("variant", "expected"),
-    [
-        (Variant(), (svg.CARE["steps"], svg.CARE["entropy_bound"])),
-        (Variant(early_stop=False), (svg.CARE["steps"], svg.CARE["entropy_bound"])),
-        (Variant(steps=7), (7, 0.1)),  # whoever says one of the two has said it: the rest is the model's
-        (Variant(options={"entropy_bound": 0.3}), (48, 0.3)),
-        (Variant(options={"threshold": 0.9}), (48, 0.1)),
-        (Variant(options={"forget": 4}), (svg.CARE["steps"], svg.CARE["entropy_bound"])),
-        (Variant("ar"), (48, 0.1)),
-    ],
-)
-def test_icons_are_drawn_with_care_unless_told_otherwise(variant: Variant, expected: tuple[int, float]) -> None:
-    oracle = Oracle(lambda request: FILLED)
-    evaluate(oracle, Icons(), [svg.SvgCase("cat", "cat")], variant)
-    (asked,) = oracle.asked
-    assert (asked.params.steps, asked.params.entropy_bound) == expected
-
-
-def test_the_studio_draws_with_the_same_care() -> None:
-    script = (Path(diffusiongemma.__file__).parent / "serve" / "studio" / "js" / "svg.js").read_text(encoding="utf-8")
-    (found,) = re.findall(r"const CARE = \{ steps: (\S+), entropy_bound: (\S+) \};", script)
-    assert tuple(map(float, found)) == tuple(svg.CARE.values())
 
 
 @pytest.mark.parametrize("attempts", [0, 101])

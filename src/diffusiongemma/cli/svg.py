@@ -46,7 +46,6 @@ def svg(
 
     An answer that is not well-formed, breaks the grammar of paths or shows nothing is drawn again with the next seed;
     the best is kept. If nothing can be drawn of the answer, it is kept beside as .raw.txt, and the exit code is 1.
-    At most 96 steps with an entropy bound of 0.05, unless --steps, --entropy-bound or --threshold say otherwise.
     """
     if not wish.strip():
         raise InputError("there is nothing to draw: say what, such as 'bell, outline'")
@@ -103,7 +102,7 @@ def draw(
     from diffusiongemma.cli.show import follow, tell
     from diffusiongemma.tasks import svg as task
 
-    prompt, options = task.prompt(engine, wish), {**settings.options, **task.care(settings.options)}
+    prompt, options = task.prompt(engine, wish), dict(settings.options)
     tried: list[Attempt] = []
     for _ in range(attempts):
         answer = follow(engine, engine.request(prompt, **options), settings)

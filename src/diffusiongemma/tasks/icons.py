@@ -90,10 +90,9 @@ class Icons:
             raise InputError(f"attempts must be from 1 to {svg.MAX_ATTEMPTS}, got {self.attempts}")
 
     def work(self, engine: Engine, case: svg.SvgCase, variant: Variant, seed: int) -> Work:
-        options: dict[str, Any] = {"max_new_tokens": format.SVG_CANVAS}
+        options: dict[str, int] = {"max_new_tokens": format.SVG_CANVAS}
         if variant.mode == "diffusion":
             options["canvas"] = min(format.SVG_CANVAS, engine.model.config.canvas_length)
-            options |= svg.care({"steps": variant.steps} | variant.options)
         params = variant.params(engine.params, **options)
         prompt, tried, sound = svg.prompt(engine, case.prompt), list[Attempt](), False
         # The twin takes its best token each time: asked again it would say the same.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,16 +22,12 @@ from diffusiongemma.tasks.svg_path import path_problem
 from diffusiongemma.tasks.svg_render import coverage, render, render_drawing
 from diffusiongemma.tasks.svg_safe import read, sanitise
 
-__all__ = [
-    "CARE", "SvgCase", "SvgGrade", "care", "cases", "document", "extract", "grade", "prompt", "render", "sanitise",
-]  # fmt: skip
+__all__ = ["SvgCase", "SvgGrade", "cases", "document", "extract", "grade", "prompt", "render", "sanitise"]
 
 NAMES = BUILT_IN / "svg_names.jsonl.gz"
 INK_LEAST, INK_MOST = 0.002, 0.995
 MAX_ATTEMPTS = 100
 INK_SIZE = 64  # pixels of the picture that ink is measured on
-# Path data wants fewer tokens accepted at once than text, and more steps for it (docs/nano.md says what that gives).
-CARE: Mapping[str, Any] = {"steps": 96, "entropy_bound": 0.05}
 _FENCED = re.compile(r"\s*```(?:svg|xml|html)?[ \t]*\n(.*?)\n?```\s*", re.DOTALL)
 
 
@@ -79,13 +74,6 @@ def prompt(engine: Engine, wish: str) -> tuple[int, ...]:
     if not wish:
         raise InputError("there is nothing to draw: say what, such as 'bell, outline'")
     return chat_tokens(engine, svg_request(wish))
-
-
-def care(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What to add to sampling options: CARE, unless they say how many steps to take or how much to accept."""
-    if options.get("mode") == "ar" or any(options.get(name) is not None for name in (*CARE, "threshold")):
-        return {}
-    return dict(CARE)
 
 
 def extract(text: str) -> str:

@@ -14,13 +14,12 @@ const WISHES = [
   ["sun", "outline"],
 ];
 const KEPT = 16;
-const CARE = { steps: 96, entropy_bound: 0.05 }; // as `dgemma svg` draws: path data wants more steps than text
 const FENCED = /```(?:svg|xml|html)?[ \t]*\n([\s\S]*?)\n?```/;
 
 export function startSvg() {
   const panel = $("#panel-svg"), form = $("#svg-form"), wish = $("#svg-wish"), style = $("#svg-style");
   const task = new Task(partsOf(panel));
-  const options = new Options($("#svg-options"), ["seed", "steps", "entropy_bound"], CARE);
+  const options = new Options($("#svg-options"), ["seed", "steps", "entropy_bound"]);
   const text = new CanvasText($("#svg-markup"));
   const picture = new Picture($("#svg-picture"));
   const timeline = new Timeline($("#svg-timeline"), (at) => show(shown, at));
