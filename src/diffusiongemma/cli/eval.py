@@ -25,6 +25,15 @@ def sudoku(
     attempts: Annotated[
         int, typer.Option(min=1, max=100, help="Also: try a board that breaks the rules again, so often in all.")
     ] = 1,
+    looks: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=8,
+            help="Looks of an attempt (4), of 96 steps each: while a board does not settle, it is turned and looked at "
+            "again. With --steps, --all-steps or --plot there is one.",
+        ),
+    ] = None,
     options: EvalOptions,
 ) -> None:
     """Boards solved, one attempt, givens pinned; `--file` has a puzzle a line, `.` or `0` for empty."""
@@ -32,6 +41,9 @@ def sudoku(
     from diffusiongemma.tasks.sets import take
 
     options.refuse_attempts(attempts)
+    one_look = options.one_canvas()
+    if looks is not None and one_look:
+        raise InputError(f"--looks has no effect with {one_look}: there is one look then")
     files = task.built_in_sets()
     if options.file is not None:
         _no_sets(sets)
@@ -42,7 +54,7 @@ def sudoku(
     for name, path in found:
         cases = take(task.read_puzzles(path), options.limit, options.seed)
         made.append(CaseSet(name, cases, task.remarks(cases) if options.file is not None else ()))
-    run_sets(task.Sudoku(attempts), made, options)
+    run_sets(task.Sudoku(attempts, 1 if one_look else looks or task.LOOKS), made, options)
 
 
 @app.command("infill")
