@@ -127,7 +127,7 @@ export function startSudoku() {
   load(randomPuzzle("easy"));
 }
 
-/** Make what has just come upright: nobody should see that the model had the board turned. */
+/** Make what has just come upright: so is the board on the page, however the model has it. */
 function turnBack(so_far, what, turns) {
   const upright = (values) => [...turn(values, 4 - turns), ...values.slice(CELLS)];
   if (what === "draft") {
