@@ -75,7 +75,7 @@ def test_tables_stay_whole_in_80_columns(oracle: list[Oracle], puzzles: str, mon
     monkeypatch.setenv("COLUMNS", "80")
     twice = ("--mode", "both", "--all-steps", "--attempts", "3", "-o", "temperature=0.5")
     text = run("sudoku", "--file", puzzles, *twice).stdout
-    assert text.splitlines()[0].endswith(", attempts 3")
+    assert text.splitlines()[0].endswith(", attempts 3, looks 1")  # all steps: a board is one canvas
     for word in ("solved", "solved within 3", "66.7%", "20.8–93.9", "all steps", "ar", "tokens per forward", "seconds"):
         assert word in text
     assert "…" not in text
@@ -94,9 +94,28 @@ def test_remarks_are_told_beside_the_table(oracle: list[Oracle], puzzles: str) -
 def test_attempts_are_reported_beside_the_one(oracle: list[Oracle], puzzles: str) -> None:
     (got,) = rows("sudoku", "--file", puzzles, "--attempts", "2")
     found = got["runs"][0]["figures"]
-    assert got["settings"] == {"attempts": 2}
-    assert found.keys() == {"solved", "solved within 2", "attempts"}
+    assert got["settings"] == {"attempts": 2, "looks": 4}
+    assert found.keys() == {"solved", "solved within 2", "attempts", "looks"}
     assert found["attempts"]["value"] == pytest.approx(4 / 3)
+
+
+def test_looks_are_what_was_asked_for_unless_the_steps_are(
+    monkeypatch: pytest.MonkeyPatch, puzzles: str, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Engine, "load", lambda *a, **k: Oracle(lambda r: "1" * 81, settles=lambda r: False))
+    given = ("sudoku", "--file", puzzles, "--limit", "1")
+    (got,) = rows(*given)
+    assert (got["settings"]["looks"], got["runs"][0]["figures"]["looks"]["value"]) == (4, 4.0)
+    assert got["runs"][0]["steps"]["value"] == 4 * 3
+    (got,) = rows(*given, "--looks", "2", "--mode", "both")
+    assert [run["steps"]["value"] for run in got["runs"]] == [2 * 3, 3]  # the twin has one
+    assert "looks" not in got["runs"][1]["figures"]
+    for fixed in (("--steps", "7"), ("--all-steps",), ("--mode", "ar")):
+        (got,) = rows(*given, *fixed)
+        assert got["settings"]["looks"] == 1
+        assert {run["steps"]["value"] for run in got["runs"]} == {3}
+        with pytest.raises(InputError, match=f"--looks has no effect with {' '.join(fixed)[:11].rstrip(' 7')}"):
+            run(*given, *fixed, "--looks", "1")
 
 
 def test_icons_drawn_again_are_reported_beside_the_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import signal
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -12,7 +13,7 @@ from diffusiongemma.cli.board import GIVEN, REPAIRED, WRONG, Board, legend
 from diffusiongemma.cli.canvas import STYLES
 from diffusiongemma.cli.sudoku import Json, LiveBoard, Plain, Solved, verdict
 from diffusiongemma.engine import Commit, Draft, Engine
-from diffusiongemma.tasks.sudoku import SudokuBoard
+from diffusiongemma.tasks.sudoku import MAX_LOOKS, SudokuBoard, turn
 from diffusiongemma.tasks.sudoku_solver import parse
 
 PUZZLE = "53..7....6..195....98....6.8...6...34..8.3..17...2...6.6....28....419..5....8..79"
@@ -22,8 +23,8 @@ FREE = 2  # a cell that is not given
 ZERO = 100  # the token of the digit 0 in these tests
 
 
-def board() -> Board:
-    return Board(SudokuBoard(tuple(range(ZERO, ZERO + 10))), parse(PUZZLE))
+def board(look: int = 0) -> Board:
+    return Board(SudokuBoard(tuple(range(ZERO, ZERO + 10))), parse(PUZZLE), look)
 
 
 def draft(text: str, settled: bool | list[bool] = True, entropy: float = 0.0, extra: int = 15) -> Draft:
@@ -114,6 +115,32 @@ def test_a_board_may_take_several_canvases() -> None:
     assert view.step == 3
 
 
+@pytest.mark.parametrize("look", range(1, MAX_LOOKS))
+def test_a_turned_board_is_drawn_upright(look: int) -> None:
+    upright, turned = board(), board(look)
+    unsure = [cell % 7 == 0 for cell in range(81)]
+    wrong = SOLUTION[:FREE] + "9" + SOLUTION[FREE + 1 :]
+    for text in (wrong, SOLUTION):
+        upright.take(draft(text, [not one for one in unsure], entropy=0.3, extra=0))
+        seen = "".join(turn(text, look))
+        turned.take(draft(seen, [not one for one in turn(unsure, look)], entropy=0.3, extra=0))
+        assert (turned.values, turned.levels, turned.repaired) == (upright.values, upright.levels, upright.repaired)
+        assert turned.render().spans == upright.render().spans
+    assert turned.repaired == {FREE}
+    turned.take(Commit(0, [ZERO + int(c) for c in turn(SOLUTION, look)], ""))
+    assert (turned.line(), turned.conflicts) == (SOLUTION, set())
+
+
+def test_a_later_look_has_a_name() -> None:
+    said = [board(look).told_look(8) for look in (0, 1, 3, 4)]
+    assert said == [
+        "",
+        "look 2 of 8, the board turned, ",
+        "look 4 of 8, the board turned, ",
+        "look 5 of 8, the board mirrored, ",
+    ]
+
+
 def test_the_grid() -> None:
     lines = board().render().plain.split("\n")
     assert len(lines) == 13
@@ -141,6 +168,8 @@ def test_the_verdict() -> None:
         " · 1 cell taken back and changed · seed 7"
     )
     assert verdict(Solved(PUZZLE, SOLUTION, False, 1, 7, 1, 61.24, 4.25, 0, 0.9)).startswith("not solved")
+    several = Solved(PUZZLE, SOLUTION, True, 1, 7, 120, 61.24, 4.25, 0, 0.9, looks=2)
+    assert "120 steps of 61 ms in 2 looks · 4.2 cells" in verdict(several)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -174,6 +203,43 @@ def test_json_has_every_step_and_the_result() -> None:
     assert ends[0]["steps"] == sum(row["kind"] == "draft" for row in got[: got.index(ends[0])])
 
 
+def test_a_board_that_does_not_settle_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random weights are never sure, so every look is taken; the board stays upright for the reader."""
+    monkeypatch.setattr("diffusiongemma.tasks.sudoku.STEPS", 2)
+    never = (PUZZLE, *MODEL, "--seed", "3", "--confidence", "1e-9")
+    got = [json.loads(line) for line in run(*never, "--looks", "3", "--json").stdout.splitlines()]
+    *drafts, end = got
+    assert [row["look"] for row in drafts] == sorted(row["look"] for row in drafts)
+    assert {row["look"] for row in drafts} == {1, 2, 3}
+    assert drafts[0]["step"] == next(row["step"] for row in drafts if row["look"] == 3) == 1
+    assert (end["looks"], end["steps"], end["attempts"]) == (3, len(drafts), 1)
+    for row in got:
+        assert all(given in (".", value) for given, value in zip(PUZZLE, row["board"], strict=True))
+    plain = run(*never, "--attempts", "2")
+    said = [line for line in plain.stdout.splitlines() if "look" in line]
+    assert said[:3] == [f"attempt 1 of 2, look {n} of 4, the board turned, seed 3" for n in (2, 3, 4)]
+    assert said[3] == "attempt 2 of 2, look 2 of 4, the board turned, seed 4"
+    assert plain.stdout.count("board  ") == 2  # an attempt
+    assert plain.stderr.count(" in 4 looks") == 2
+
+
+def test_a_board_that_settles_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diffusiongemma.tasks.sudoku.STEPS", 2)
+    result = run(PUZZLE, *MODEL, "--seed", "3", "--confidence", "100", "--stability", "0", "--json")
+    assert json.loads(result.stdout.splitlines()[-1])["looks"] == 1
+
+
+def test_the_command_and_the_evaluation_look_at_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("diffusiongemma.tasks.sudoku.STEPS", 2)
+    end = json.loads(run(PUZZLE, *MODEL, "--seed", "3", "--looks", "2", "--json").stdout.splitlines()[-1])
+    (tmp_path / "mine.txt").write_text(PUZZLE)
+    args = ["eval", "sudoku", "--file", str(tmp_path / "mine.txt"), *MODEL, "--seed", "3", "--looks", "2"]
+    out = tmp_path / "cases.jsonl"
+    assert CliRunner().invoke(app, [*args, "--output", str(out)], catch_exceptions=False).exit_code == 0
+    case = json.loads(out.read_text())
+    assert (case["text"], case["steps"], case["scores"]["looks"]) == (end["board"], end["steps"], end["looks"])
+
+
 def test_the_exit_code_is_the_verdict() -> None:
     """Where all is given, the pins make a board that obeys the rules; random weights fill no cell."""
     result = run(SOLUTION, *MODEL, "--steps", "1", "--seed", "0", "--attempts", "3")
@@ -203,6 +269,9 @@ def test_the_twin_writes_a_board_too() -> None:
         (["--random", "easy", "--max-new-tokens", "9"], "max_new_tokens has no effect here"),
         (["--random", "easy", "--ar", "--attempts", "2"], "--attempts has no effect with --ar"),
         (["--random", "easy", "--ar", "--steps", "2"], "steps has no effect in mode 'ar'"),
+        (["--random", "easy", "--ar", "--looks", "2"], "--looks has no effect with --ar"),
+        (["--random", "easy", "--steps", "9", "--looks", "1"], "--looks has no effect with --steps"),
+        (["--random", "easy", "--no-early-stop", "--looks", "2"], "--looks has no effect with --no-early-stop"),
     ],
 )
 def test_mistakes_are_one_message(

@@ -103,7 +103,7 @@ def test_a_board_goes_the_way_of_its_denoisers(asked: list[tuple[Denoiser, int, 
             assert torch.equal(board.tokens[row], canvas.tokens)
             torch.testing.assert_close(outcome.entropy, canvas.entropy, atol=within, rtol=0)
             assert outcome.mean_entropy == pytest.approx(canvas.mean_entropy, abs=within, rel=0)
-            assert outcome.done == canvas.done
+            assert (outcome.done, outcome.settled) == (canvas.done, canvas.settled)
             assert bool((board.soft[row] == 0).all()) == denoiser.forgets(canvas)
 
 
@@ -138,14 +138,16 @@ def test_a_canvas_goes_on_where_another_way_has_brought_it(stability: int) -> No
         if step >= 3:
             chance = step_all(board, 1, [logits])
             draws: object = Given(chance.uniform[0], chance.noise[0])
-            ends.append(Outcome.read(board.out[0]).done)
+            outcome = Outcome.read(board.out[0])
+            ends.append((outcome.done, outcome.settled))
         canvas = denoiser.step(canvas, logits.clone(), draws if step >= 3 else SeededDraws(step))  # type: ignore[arg-type]
         if step >= 3:
-            assert ends[-1] == canvas.done
+            assert ends[-1] == (canvas.done, canvas.settled)
             assert torch.equal(board.take(0)[0], canvas.tokens)
         if canvas.done:
             break
     assert 3 < step < 11  # it did stop early, and on the board
+    assert canvas.settled
 
 
 def test_a_belief_is_forgotten_row_by_row() -> None:

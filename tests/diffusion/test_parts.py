@@ -194,6 +194,28 @@ def test_it_stops_early_when_stable_and_confident_and_counts_free_positions_only
     assert canvas.mean_entropy == pytest.approx(math.log(2))
 
 
+@pytest.mark.parametrize(
+    ("steps", "stop", "says"),
+    [
+        (48, StableAndConfident(1, 0.005), True),
+        (2, StableAndConfident(1, 0.005), True),  # with its last step
+        (1, StableAndConfident(1, 0.005), False),  # it was given no second one to be the same in
+        (2, None, False),  # nobody asked
+    ],
+)
+def test_a_canvas_that_runs_out_of_steps_has_not_settled(
+    steps: int, stop: StableAndConfident | None, says: bool
+) -> None:
+    sure = torch.zeros(4, 50)
+    sure[:, 3] = 60.0
+    rule, draws = denoiser(steps, stop), SeededDraws(0)
+    canvas = rule.start(4, draws)
+    while not canvas.done:
+        assert not canvas.settled
+        canvas = rule.step(canvas, sure.clone(), draws)
+    assert (canvas.settled, canvas.step) == (says, min(steps, 2))
+
+
 def test_cut_keeps_the_beginning() -> None:
     rule, draws = denoiser(stop=StableAndConfident(1, 0.005), pins={1: 4, 15: 5}), SeededDraws(0)
     canvas = rule.step(rule.start(20, draws), random_logits(20, 50, 0), draws)

@@ -78,7 +78,7 @@ def told(events: Iterable[Event]) -> list[tuple[object, ...]]:
             found.append(("commit", event.block, event.tokens, event.text))
         elif isinstance(event, End):
             m = event.metrics
-            counts = (m.steps, m.blocks, m.blocks_redone, m.decoder_forwards, m.positions)
+            counts = (m.steps, m.blocks, m.blocks_settled, m.blocks_redone, m.decoder_forwards, m.positions)
             found.append(("end", event.finish_reason, event.error, m.new_tokens, *counts))
     return found
 

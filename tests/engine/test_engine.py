@@ -304,6 +304,23 @@ def test_positions_behind_a_settled_end_are_dropped() -> None:
     assert events[-1].metrics.positions == 2 * 256 + 4 * 32
 
 
+def test_blocks_that_settled_are_told_from_those_that_ran_out_of_steps(engine) -> None:
+    given = {"max_new_tokens": 48, "steps": 3, "seed": 4}
+
+    def ended(**options) -> tuple[int, int, bool]:
+        metrics = engine.generate([3, 4], **given, **options).metrics
+        assert metrics.to_dict()["blocks_settled"] == metrics.blocks_settled
+        return metrics.blocks, metrics.blocks_settled, metrics.settled
+
+    assert ended(confidence=1e-6) == (3, 0, False)  # random weights are never that sure
+    assert ended(confidence=100.0, stability=0) == (3, 3, True)
+    assert ended(early_stop=False) == (3, 0, False)
+    assert engine.generate([3, 4], max_new_tokens=2, mode="ar", seed=0).metrics.settled is False
+    # Sure enough now and then: some of its blocks settle, which is not all.
+    mixed = [ended(confidence=bound, stability=0) for bound in torch.linspace(0.05, 3.0, 60).tolist()]
+    assert any(0 < settled < blocks and not all_of_them for blocks, settled, all_of_them in mixed)
+
+
 def test_garbage_is_redone_from_fresh_noise_at_most_n_times(engine) -> None:
     given = {"max_new_tokens": 16, "steps": 2, "seed": 1, "confidence": 1e-6}
     plain = engine.generate([3, 4], **given)

@@ -10,7 +10,7 @@ import pytest
 from diffusiongemma.engine import collect
 from diffusiongemma.tasks import format
 from diffusiongemma.tasks.evaluation import Variant
-from diffusiongemma.tasks.sudoku import HEAT, SudokuBoard
+from diffusiongemma.tasks.sudoku import HEAT, SudokuBoard, turn
 from diffusiongemma.tasks.sudoku_solver import parse
 from serve.live import EMBEDDED, ENDLESS, QUICK, Live, check_error, sse, wait_until
 
@@ -36,6 +36,14 @@ def test_holes_are_filled_as_the_engine_fills_them(live: Live) -> None:
     assert found["text"] == f"a = {found['holes'][0]}\nb = {found['holes'][1]}\n"
     assert len(found["candidates"]) == len(expected.candidates)
     assert found["usage"]["diffusion"]["seed"] == 1
+
+
+def test_the_reply_says_whether_a_canvas_settled(live: Live) -> None:
+    form = {"messages": ASK, "template": "12[[?1]]0[[?1]]"}
+    for confidence, all_of_them in ((1e-6, False), (100.0, True)):
+        found = infill(live, **form, diffusion={"steps": 3, "stability": 0, "confidence": confidence})
+        usage = found["usage"]["diffusion"]  # random weights may write no text: then there is a second canvas
+        assert usage["blocks_settled"] == (usage["blocks"] if all_of_them else 0)
 
 
 def test_a_template_may_be_a_list(live: Live) -> None:
@@ -71,16 +79,17 @@ def test_the_prompt_of_a_chat_is_the_one_that_the_embedded_model_was_trained_on(
 
 
 def test_a_form_gives_the_board_that_the_command_gives(embedded: Live) -> None:
-    """… for the same seed. Two steps are too few for a hard board, so it shows if anything differs on the way."""
+    """… for the same seed, also in a later look. Two steps are too few: it shows if anything differs."""
     if not EMBEDDED:
         pytest.skip("no model is embedded")
     puzzle = "800000000003600000070090200050007000000045700000100030001000068008500010090000400"
     engine, boards = embedded.engine, set()
-    for seed in (1, 2, 3):
-        request = SudokuBoard.of(engine).request(engine, parse(puzzle), Variant(steps=2), seed)
+    for seed, look in ((1, 0), (2, 0), (3, 1)):
+        request = SudokuBoard.of(engine).request(engine, parse(puzzle), Variant(steps=2), seed, look=look)
+        turned = "".join(turn(puzzle, look))
         form = {
-            "messages": [{"role": "user", "content": f"Sudoku\n{puzzle}"}],
-            "template": puzzle.replace("0", "[[?1]]"),
+            "messages": [{"role": "user", "content": f"Sudoku\n{turned}"}],
+            "template": turned.replace("0", "[[?1]]"),
             "diffusion": {"canvas": 96, "steps": 2, **HEAT},
         }
         found = infill(embedded, seed=seed, **form)

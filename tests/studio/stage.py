@@ -244,10 +244,10 @@ def draft(step: int, tokens: list[str], entropy: list[float], accepted: list[boo
 
 def usage(steps: int, tokens: int, **more: Any) -> dict[str, Any]:
     diffusion: dict[str, Any] = {
-        "seed": 7, "blocks": 1, "blocks_redone": 0, "steps": steps, "decoder_forwards": steps, "encoder_forwards": 1,
-        "positions": 96 * steps, "queue_seconds": 0.0, "prefill_seconds": 0.01, "first_draft_seconds": 0.02,
-        "first_text_seconds": 0.1, "total_seconds": 0.1, "tokens_per_forward": tokens / max(1, steps),
-        "tokens_per_second": 10.0 * tokens,
+        "seed": 7, "blocks": 1, "blocks_settled": 1, "blocks_redone": 0, "steps": steps, "decoder_forwards": steps,
+        "encoder_forwards": 1, "positions": 96 * steps, "queue_seconds": 0.0, "prefill_seconds": 0.01,
+        "first_draft_seconds": 0.02, "first_text_seconds": 0.1, "total_seconds": 0.1,
+        "tokens_per_forward": tokens / max(1, steps), "tokens_per_second": 10.0 * tokens,
     }  # fmt: skip
     return {
         "prompt_tokens": 9,

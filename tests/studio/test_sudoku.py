@@ -1,9 +1,12 @@
 """Sudoku: a board that crystallises, judged by the rules, with what was repaired marked."""
 
-import pytest
-from playwright.sync_api import Page, expect
+import json
+from typing import Any
 
-from diffusiongemma.tasks.sudoku import HEAT, STEPS
+import pytest
+from playwright.sync_api import Page, Route, expect
+
+from diffusiongemma.tasks.sudoku import HEAT, LOOKS, STEPS, turn
 from diffusiongemma.tasks.sudoku_levels import by_singles
 from diffusiongemma.tasks.sudoku_solver import is_solution, is_unique, parse
 from studio.stage import SHIPPED, Seen, Served, answer_with, draft, heard, listen, set_option, usage, wait_done
@@ -84,6 +87,66 @@ def test_repaired_cells_are_marked(studio: Seen) -> None:
     expect(cells.nth(2)).to_have_value("9")
     expect(cells.nth(2)).to_have_class("lv0")
     expect(cells.nth(3)).to_have_class("lv3")
+
+
+def answer_looks(page: Page, settles_at: int, asked: list[dict[str, Any]]) -> None:
+    """Each request gets a draft of a wrong board and one of the solution, turned as it has the puzzle."""
+
+    def fulfil(route: Route) -> None:
+        asked.append(route.request.post_data_json)
+        look = len(asked) - 1
+        wrong = SOLVED[:2] + "9" + SOLVED[3:]
+        first, last = ("".join(turn(text, look)) for text in (wrong, SOLVED))
+        unsure = {turn(list(range(81)), look).index(3)}  # the place that holds cell 3
+        whole = {"object": "canvas.infill", "text": last, "holes": [], "score": -0.1, "candidates": []}
+        figures = usage(2, 51, blocks_settled=int(look == settles_at), seed=5)
+        end = {**whole, "finish_reason": "stop", "usage": figures}
+        events = [*steps_to(first, last, unsure=(unsure, {*unsure})), end]
+        body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+        route.fulfill(status=200, headers={"Content-Type": "text/event-stream"}, body=body)
+
+    page.route("**/v1/canvas/infill", fulfil)
+
+
+@pytest.mark.parametrize("settles_at", [0, 2, 9])
+def test_a_board_that_does_not_settle_is_turned_and_looked_at_again(studio: Seen, settles_at: int) -> None:
+    page = studio.page
+    load(page)
+    asked: list[dict[str, Any]] = []
+    answer_looks(page, settles_at, asked)
+    set_option(page, "sudoku", attempts=1)
+    page.click("#panel-sudoku [data-go]")
+    wait_done(page, "sudoku")
+    looks = min(settles_at + 1, LOOKS)
+    turned = ["".join(turn(PUZZLE, look)) for look in range(looks)]
+    assert [body["messages"][0]["content"] for body in asked] == [f"Sudoku\n{puzzle}" for puzzle in turned]
+    assert [body["template"] for body in asked] == [puzzle.replace("0", "[[?1]]") for puzzle in turned]
+    assert [body.get("seed") for body in asked] == [None, *[5] * (looks - 1)], "one seed for all looks of an attempt"
+    expect(page.locator("#sudoku-verdict")).to_have_text("Solved: every row, column and box holds 1 to 9.")
+    assert board(page) == SOLVED
+    note = page.locator("#panel-sudoku [data-note]")
+    expect(note).to_contain_text(f"{2 * looks} steps")
+    expect(note).to_contain_text(f"{51 / (2 * looks):.1f} cells a step")
+    if looks > 1:
+        expect(note).to_contain_text(f"{looks} looks")
+    cells = page.locator("#board input")
+    expect(cells.nth(2)).to_have_class("repaired")
+    page.locator("#sudoku-timeline input[type=range]").focus()
+    page.keyboard.press("Home")
+    expect(cells.nth(2)).to_have_value("9")
+    expect(cells.nth(3)).to_have_class("lv3")
+    expect(page.locator("#sudoku-timeline output")).to_contain_text("50 of 51 settled")
+
+
+def test_where_the_steps_are_given_there_is_one_look(studio: Seen) -> None:
+    page = studio.page
+    load(page)
+    asked: list[dict[str, Any]] = []
+    answer_looks(page, 9, asked)
+    set_option(page, "sudoku", steps=7)
+    page.click("#panel-sudoku [data-go]")
+    wait_done(page, "sudoku")
+    assert [body["diffusion"]["steps"] for body in asked] == [7]
 
 
 def test_a_board_that_breaks_the_rules_is_not_called_solved(studio: Seen) -> None:

@@ -27,11 +27,17 @@ def real_engine(holes: bool = False) -> Engine:
 
 
 class Oracle(Engine):
-    """`answer` turns a request into the answer's text; everything is told at once."""
+    """`answer` turns a request into the answer's text; everything is told at once. `settles`: by the stop rule?"""
 
-    def __init__(self, answer: Callable[[Request], str], tokenizer: Tokenizer | None = None, steps: int = 3) -> None:
+    def __init__(
+        self,
+        answer: Callable[[Request], str],
+        tokenizer: Tokenizer | None = None,
+        steps: int = 3,
+        settles: Callable[[Request], bool] = lambda request: True,
+    ) -> None:
         super().__init__(small_model(), tokenizer or byte_tokenizer())
-        self.answer, self.steps = answer, steps
+        self.answer, self.steps, self.settles = answer, steps, settles
         self.asked: list[Request] = []
 
     def submit(self, request, forward=None, draws=None) -> Handle:
@@ -46,7 +52,8 @@ class Oracle(Engine):
             text = self.answer(request)
             tokens = self.tokenizer.encode(text)[: request.params.max_new_tokens]
             forward(i, Commit(0, tokens, text))
-            metrics = Metrics(seed=request.params.seed, steps=self.steps, new_tokens=len(tokens))
+            counts = {"steps": self.steps, "new_tokens": len(tokens), "blocks": 1}
+            metrics = Metrics(seed=request.params.seed, blocks_settled=int(self.settles(request)), **counts)
             forward(i, End("stop", metrics))
             handles.append(Handle())
         return handles

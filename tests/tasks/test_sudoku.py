@@ -4,6 +4,8 @@ import string
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from diffusiongemma.engine import Draft, Request
 from diffusiongemma.errors import DataError, InputError
@@ -11,15 +13,22 @@ from diffusiongemma.tasks import format
 from diffusiongemma.tasks.evaluation import Variant, evaluate
 from diffusiongemma.tasks.sudoku import (
     HEAT,
+    LOOKS,
+    MAX_LOOKS,
+    STEPS,
     Sudoku,
     SudokuBoard,
     SudokuCase,
     built_in_sets,
+    looks_of,
     read_puzzles,
     remarks,
+    turn,
+    turn_back,
 )
 from diffusiongemma.tasks.sudoku_levels import LEVELS, by_singles, random_puzzle
-from diffusiongemma.tasks.sudoku_solver import is_unique, parse, solutions
+from diffusiongemma.tasks.sudoku_solver import is_solution, is_unique, parse, solutions
+from diffusiongemma.text.bytes import FIRST_BYTE
 from tasks.oracle import Oracle, real_engine
 
 PUZZLE = "53..7....6..195....98....6.8...6...34..8.3..17...2...6.6....28....419..5....8..79"
@@ -100,7 +109,7 @@ def test_a_tokenizer_without_single_digits_is_refused() -> None:
 @pytest.mark.parametrize("mode", ["diffusion", "ar"])
 def test_the_rules_and_the_givens_decide(answer: str, solved: bool, mode: str) -> None:
     report = evaluate(Oracle(lambda request: answer), Sudoku(), [case()], Variant(mode))
-    assert report.graded[0].scores == {"solved": solved}
+    assert report.graded[0].scores == {"solved": solved} | ({"looks": 1.0} if mode == "diffusion" else {})
 
 
 def test_any_solution_counts_where_there_are_several() -> None:
@@ -134,6 +143,108 @@ def test_the_greedy_twin_is_not_asked_twice() -> None:
     assert len(oracle.asked) == 4
     with pytest.raises(InputError, match="attempts must be"):
         Sudoku(attempts=0)
+
+
+# ---- looks -----------------------------------------------------------------------------------------------------------
+
+looks = st.integers(0, MAX_LOOKS - 1)
+
+
+@given(st.lists(st.integers(0, 9), min_size=81, max_size=81), looks)
+def test_turning_back_undoes_turning(board: list[int], look: int) -> None:
+    assert turn_back(turn(board, look), look) == board
+    assert turn(turn_back(board, look), look) == board
+
+
+@given(st.permutations("123456789"), looks)
+def test_a_turned_solution_is_a_solution_of_the_turned_puzzle(names: list[str], look: int) -> None:
+    renamed = str.maketrans("123456789", "".join(names))
+    puzzle, solution = (parse(text.translate(renamed)) for text in (PUZZLE, SOLUTION))
+    assert is_solution(turn(solution, look), turn(puzzle, look))
+
+
+def test_every_look_shows_another_board() -> None:
+    """Else, with the same seed, it would come to the same."""
+    assert turn(PUZZLE, 0) == list(PUZZLE)
+    assert len({tuple(turn(PUZZLE, look)) for look in range(MAX_LOOKS)}) == MAX_LOOKS
+    assert "".join(turn(PUZZLE, 1)[:9]) == PUZZLE[8::9]  # the last column has become the first row
+    assert turn(turn(PUZZLE, 1), 1) == turn(PUZZLE, 2) == list(PUZZLE[::-1])
+
+
+def look_of(request: Request) -> int:
+    """The look that asks this of the puzzle above."""
+    seen = ["."] * 81
+    for at, token in request.pins.items():
+        if at < 81:
+            seen[at] = chr(token - FIRST_BYTE)
+    return [turn(PUZZLE, look) for look in range(MAX_LOOKS)].index(seen)
+
+
+def slow_oracle(settles_at: int, right_from: int = 0) -> Oracle:
+    """Settles in one of its looks, and is right from one of them on."""
+
+    def answer(request: Request) -> str:
+        return "".join(turn(SOLUTION, look_of(request))) if look_of(request) >= right_from else "1" * 81
+
+    return Oracle(answer, steps=5, settles=lambda request: look_of(request) == settles_at)
+
+
+FREE = Variant("diffusion")
+
+
+@pytest.mark.parametrize(("settles_at", "asked"), [(0, 1), (1, 2), (3, 4), (7, 4)])
+def test_a_board_that_does_not_settle_is_turned_and_looked_at_again(settles_at: int, asked: int) -> None:
+    oracle = slow_oracle(settles_at)
+    (got,) = evaluate(oracle, Sudoku(), [case()], FREE, seed=9).graded
+    assert [look_of(request) for request in oracle.asked] == list(range(asked))
+    assert {(r.params.seed, r.params.steps) for r in oracle.asked} == {(9, STEPS)}
+    assert (got.text, got.scores) == (SOLUTION, {"solved": True, "looks": float(asked)})  # upright again
+    assert (got.steps, got.decided) == (5 * asked, 51)  # of all looks, and each cell is decided once
+    assert asked <= LOOKS
+
+
+def test_a_board_that_settled_is_final_though_it_breaks_the_rules() -> None:
+    oracle = slow_oracle(settles_at=1, right_from=2)
+    (got,) = evaluate(oracle, Sudoku(), [case()], FREE).graded
+    assert got.scores == {"solved": False, "looks": 2.0}
+
+
+def test_an_attempt_has_all_its_looks_and_the_first_ones_are_told() -> None:
+    def answer(request: Request) -> str:
+        return "".join(turn(SOLUTION, look_of(request))) if request.params.seed == 8 else "1" * 81
+
+    oracle = Oracle(answer, steps=5, settles=lambda request: look_of(request) == request.params.seed - 6)
+    (got,) = evaluate(oracle, Sudoku(attempts=3), [case()], FREE, seed=7).graded
+    assert [(r.params.seed, look_of(r)) for r in oracle.asked] == [(7, 0), (7, 1), (8, 0), (8, 1), (8, 2)]
+    assert got.scores == {"solved": False, "solved within 3": True, "attempts": 2.0, "looks": 2.0}
+    assert (got.text, got.steps) == (SOLUTION, 10)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        Variant("ar"),
+        Variant("diffusion", 192),
+        Variant("diffusion", early_stop=False),
+        Variant("diffusion", options={"steps": 192}),
+        Variant("diffusion", options={"early_stop": False}),
+    ],
+)
+def test_there_is_one_look_where_the_steps_are_given_or_nothing_says_that_it_settled(variant: Variant) -> None:
+    assert looks_of(variant, 8) == 1
+    oracle = Oracle(lambda request: SOLUTION, settles=lambda request: False)
+    (got,) = evaluate(oracle, Sudoku(looks=8), [case()], variant).graded
+    assert (len(oracle.asked), got.scores) == (1, {"solved": True})
+    assert looks_of(FREE) == LOOKS
+
+
+def test_as_many_looks_as_a_square_has_sides() -> None:
+    oracle = Oracle(lambda request: "1" * 81, settles=lambda request: False)
+    evaluate(oracle, Sudoku(looks=8), [case()], FREE)
+    assert [look_of(request) for request in oracle.asked] == list(range(8))
+    for wrong in (0, 9):
+        with pytest.raises(InputError, match="looks must be from 1 to 8"):
+            Sudoku(looks=wrong)
 
 
 # ---- sets ------------------------------------------------------------------------------------------------------------

@@ -108,6 +108,6 @@ def test_evaluators_follow_the_recipe(tmp_path: Path) -> None:
         figures |= check(forward)
     assert figures["mine solved"] == 0.0  # a random network solves nothing
     assert figures["heldout line exact"] == 0.0
-    assert 48 < figures["mine steps"] <= 192  # as `dgemma sudoku` does it
+    assert 48 < figures["mine steps"] <= 192  # one long look, and its options
     assert figures["qqwing_expert steps"] > figures["qqwing_expert released steps"] > 1
     assert "mine released solved" not in figures

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from diffusiongemma.cli.canvas import STYLES, level
 from diffusiongemma.engine.events import Commit, Draft, Event
-from diffusiongemma.tasks.sudoku import CELLS, SudokuBoard
+from diffusiongemma.tasks.sudoku import CELLS, SEEN, TURNS, SudokuBoard
 from diffusiongemma.tasks.sudoku_solver import PEERS
 
 GIVEN, REPAIRED, WRONG, LINES = "bold", "bold #cb4b16", "bold reverse #dc322f", "dim"
@@ -22,22 +22,28 @@ LEGEND = (("given", GIVEN), ("settled", STYLES[0]), ("unsure", STYLES[2]), ("tak
 
 @dataclass
 class Board:
-    """The cells of one attempt."""
+    """The cells of one look, always drawn upright."""
 
     view: SudokuBoard
-    givens: Sequence[int]
+    givens: Sequence[int]  # upright
+    look: int = 0  # from 0 on; a later one has the board turned
     values: list[int] = field(init=False)  # the draft, 0 where it holds no digit
     levels: list[int] = field(init=False)  # how unsure, as in canvas.STYLES
     repaired: set[int] = field(default_factory=set)  # cells that were accepted once with another digit
     step: int = 0
     entropy: float = 0.0  # mean over the cells that are not given
     _held: dict[int, int] = field(default_factory=dict)  # what a cell was accepted with last
-    _offset: int = 0  # cells of committed blocks: a small canvas holds only part of a board
+    _offset: int = 0  # places of committed blocks: a small canvas holds only part of a board
     _drafted: bool = False
 
     def __post_init__(self) -> None:
         self.values = list(self.givens)
         self.levels = [0 if given else len(STYLES) - 1 for given in self.givens]
+
+    def told_look(self, most: int) -> str:
+        """To stand before other words; nothing for the first look, which often is the only one."""
+        how = "turned" if self.look < TURNS else "mirrored"
+        return f"look {self.look + 1} of {most}, the board {how}, " if self.look else ""
 
     def take(self, event: Event) -> None:
         if isinstance(event, Draft):
@@ -46,7 +52,7 @@ class Board:
             self.step += not self._drafted  # the causal twin has a step a token, and no drafts
             for token in event.tokens:
                 if self._offset < CELLS:
-                    self._set(self._offset, self.view.read([token])[0], accepted=True, entropy=0.0)
+                    self._set(SEEN[self.look][self._offset], self.view.read([token])[0], accepted=True, entropy=0.0)
                 self._offset += 1
 
     def _draft(self, draft: Draft) -> None:
@@ -54,8 +60,8 @@ class Board:
         self._drafted = True
         free = []
         for i, (token, entropy, accepted) in enumerate(zip(draft.tokens, draft.entropy, draft.accepted, strict=True)):
-            cell = self._offset + i
-            if cell < CELLS and not self.givens[cell]:
+            place = self._offset + i
+            if place < CELLS and not self.givens[cell := SEEN[self.look][place]]:
                 free.append(entropy)
                 self._set(cell, self.view.read([token])[0], accepted, entropy)
         self.entropy = sum(free) / len(free) if free else 0.0

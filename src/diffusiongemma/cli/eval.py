@@ -32,19 +32,31 @@ def sudoku(
     attempts: Annotated[
         int, typer.Option(min=1, max=100, help="Also: try a board that breaks the rules again, so often in all.")
     ] = 1,
+    looks: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=8,
+            help="Looks of an attempt (4), of 96 steps each: while a board does not settle, it is turned and looked at "
+            "again. With --steps, --all-steps or --plot there is one.",
+        ),
+    ] = None,
     options: EvalOptions,
 ) -> None:
     """Boards solved, one attempt, givens pinned; `--file` has a puzzle a line, `.` or `0` for empty."""
-    run_sets(*plan_sudoku(options, sets, attempts), options)
+    run_sets(*plan_sudoku(options, sets, attempts, looks), options)
 
 
 def plan_sudoku(
-    options: EvalOptions, sets: list[str] | None = None, attempts: int = 1
+    options: EvalOptions, sets: list[str] | None = None, attempts: int = 1, looks: int | None = None
 ) -> tuple[Task[Any], list[CaseSet]]:
     from diffusiongemma.tasks import sudoku as task
     from diffusiongemma.tasks.sets import take
 
     options.refuse_attempts(attempts)
+    one_look = options.one_canvas()
+    if looks is not None and one_look:
+        raise InputError(f"--looks has no effect with {one_look}: there is one look then")
     files = task.built_in_sets()
     if options.file is not None:
         _no_sets(sets)
@@ -55,7 +67,7 @@ def plan_sudoku(
     for name, path in found:
         cases = take(task.read_puzzles(path), options.limit, options.seed)
         made.append(CaseSet(name, cases, task.remarks(cases) if options.file is not None else ()))
-    return task.Sudoku(attempts), made
+    return task.Sudoku(attempts, 1 if one_look else looks or task.LOOKS), made
 
 
 @app.command("infill")

@@ -119,6 +119,12 @@ class EvalOptions:
                 "use --mode diffusion, or -o temperature=… above 0"
             )
 
+    def one_canvas(self) -> str | None:
+        """What says that an answer is one canvas of so many steps (or none), so that these can be compared."""
+        given = {"--steps": self.steps, "--all-steps": self.all_steps, "--plot": self.plot}
+        given["--mode ar"] = self.mode == "ar"
+        return next((flag for flag, value in given.items() if value), None)
+
     def variants(self, engine: Engine) -> list[Variant]:
         """The runs, in the order in which they are shown."""
         from diffusiongemma.tasks.evaluation import Variant

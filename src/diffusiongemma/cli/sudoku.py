@@ -36,6 +36,15 @@ def sudoku(
     attempts: Annotated[
         int, typer.Option(min=1, max=100, help="If the board breaks the rules, try again with the next seed.")
     ] = 1,
+    looks: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=8,
+            help="Looks of an attempt (4), of 96 steps each: while the board does not settle, it is turned and looked "
+            "at again. With --steps or --no-early-stop there is one.",
+        ),
+    ] = None,
     settings: Settings,
 ) -> None:
     """Solve a Sudoku: the givens are pinned, the model fills in the rest.
@@ -44,14 +53,23 @@ def sudoku(
     """
     if wrong := [name for name in FIXED if name in settings.options]:
         raise InputError(f"{wrong[0]} has no effect here: the board decides it")
+    refuse_looks(looks, settings.options)
     seed = settings.options.setdefault("seed", secrets.randbits(31))
     board = read_puzzle(puzzle, random, seed)
     with settings.load() as engine:
-        solved = solve(engine, board, settings, attempts)
+        solved = solve(engine, board, settings, attempts, looks)
     if solved is None:
         raise typer.Exit(INTERRUPTED)
     if not solved.solved:
         raise typer.Exit(UNSOLVED)
+
+
+def refuse_looks(looks: int | None, options: dict[str, Any]) -> None:
+    """Where there is one look anyway."""
+    twin, all_steps = options.get("mode") == "ar", options.get("early_stop") is False
+    why = {"--steps": "steps" in options, "--no-early-stop": all_steps, "--ar": twin}
+    if looks is not None and (flag := next((name for name, given in why.items() if given), None)):
+        raise InputError(f"--looks has no effect with {flag}: there is one look then")
 
 
 def read_puzzle(puzzle: str | None, level: str | None, seed: int) -> list[int]:
@@ -80,7 +98,7 @@ def read_puzzle(puzzle: str | None, level: str | None, seed: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Solved:
-    """How it went: the last attempt, and how many there were."""
+    """How it went: the last attempt, and how many there were. Its steps and seconds are those of all its looks."""
 
     puzzle: str
     board: str
@@ -90,15 +108,18 @@ class Solved:
     steps: int
     ms_a_step: float
     tokens_per_forward: float  # cells decided a step; givens are not
-    repaired: int  # cells that were accepted once with another digit
+    repaired: int  # cells that were accepted once with another digit, in its last look
     seconds: float
+    looks: int = 1
 
 
-def solve(engine: Engine, givens: Sequence[int], settings: Settings, attempts: int = 1) -> Solved | None:
+def solve(
+    engine: Engine, givens: Sequence[int], settings: Settings, attempts: int = 1, looks: int | None = None
+) -> Solved | None:
     """Attempt after attempt until the rules hold, shown as the settings want it. None: interrupted."""
     from diffusiongemma.cli.board import Board
     from diffusiongemma.tasks.evaluation import Variant
-    from diffusiongemma.tasks.sudoku import SudokuBoard
+    from diffusiongemma.tasks.sudoku import LOOKS, SudokuBoard, looks_of
 
     view = SudokuBoard.of(engine)
     options = dict(settings.options)
@@ -109,17 +130,21 @@ def solve(engine: Engine, givens: Sequence[int], settings: Settings, attempts: i
     )
     if variant.mode == "ar" and attempts > 1 and not options.get("temperature"):
         raise InputError("--attempts has no effect with --ar unless --temperature is above 0: it would say the same")
-    result = None
+    result, most = None, looks_of(variant, looks or LOOKS)
     for tried in range(1, attempts + 1):
-        request = view.request(engine, givens, variant, seed + tried - 1, drafts=True)
-        board = Board(view, givens)
-        title = f"attempt {tried} of {attempts}, " if attempts > 1 else ""
-        steps = request.params.steps if variant.mode == "diffusion" else request.params.max_new_tokens
-        display = make_display(settings, f"{title}seed {seed + tried - 1}", steps)
-        end = _follow(engine, request, board, display)
-        if end is None:
-            return None
-        result = _judge(board, end, tried, seed + tried - 1, variant.mode)
+        mine = seed + tried - 1
+        ends: list[End] = []  # of its looks
+        attempt = f"attempt {tried} of {attempts}, " if attempts > 1 else ""
+        while not ends or (len(ends) < most and not ends[-1].metrics.settled):
+            board = Board(view, givens, look=len(ends))
+            request = view.request(engine, givens, variant, mine, drafts=True, look=board.look)
+            steps = request.params.steps if variant.mode == "diffusion" else request.params.max_new_tokens
+            display = make_display(settings, f"{attempt}{board.told_look(most)}seed {mine}", steps)
+            end = _follow(engine, request, board, display)
+            if end is None:
+                return None
+            ends.append(end)
+        result = _judge(board, ends, tried, mine, variant.mode)
         display.close(board, result)
         if result.solved:
             break
@@ -127,7 +152,7 @@ def solve(engine: Engine, givens: Sequence[int], settings: Settings, attempts: i
 
 
 def _follow(engine: Engine, request: Any, board: Board, display: Plain) -> End | None:
-    """The end of one attempt; None if it was cancelled."""
+    """The end of one look; None if it was cancelled."""
     from diffusiongemma.cli.show import cancel_on_interrupt
     from diffusiongemma.engine import End
 
@@ -149,29 +174,33 @@ def _follow(engine: Engine, request: Any, board: Board, display: Plain) -> End |
     return None if end.finish_reason == "cancelled" else end
 
 
-def _judge(board: Board, end: End, tried: int, seed: int, mode: str) -> Solved:
+def _judge(board: Board, ends: Sequence[End], tried: int, seed: int, mode: str) -> Solved:
+    """`ends`: of all looks; `board`: what the last one came to."""
     from diffusiongemma.tasks.sudoku_solver import is_solution, render
 
-    m = end.metrics
-    decided = m.new_tokens - (sum(value > 0 for value in board.givens) if mode == "diffusion" else 0)
+    parts = [end.metrics for end in ends]
+    steps = sum(m.steps for m in parts)
+    decided = parts[-1].new_tokens - (sum(value > 0 for value in board.givens) if mode == "diffusion" else 0)
     return Solved(
         puzzle=render(board.givens),
         board="".join(map(str, board.values)),
         solved=is_solution(board.values, board.givens),
         attempts=tried,
         seed=seed,
-        steps=m.steps,
-        ms_a_step=1e3 * (m.total_seconds - m.prefill_seconds) / max(1, m.steps),
-        tokens_per_forward=decided / max(1, m.steps),
+        steps=steps,
+        ms_a_step=1e3 * sum(m.total_seconds - m.prefill_seconds for m in parts) / max(1, steps),
+        tokens_per_forward=decided / max(1, steps),
         repaired=len(board.repaired),
-        seconds=m.total_seconds,
+        seconds=sum(m.total_seconds for m in parts),
+        looks=len(ends),
     )
 
 
 def verdict(result: Solved) -> str:
     parts = (
         "solved: every row, column and box holds 1 to 9" if result.solved else "not solved: the board breaks the rules",
-        f"{result.steps} step{'s' * (result.steps != 1)} of {result.ms_a_step:.0f} ms",
+        f"{result.steps} step{'s' * (result.steps != 1)} of {result.ms_a_step:.0f} ms"
+        + (f" in {result.looks} looks" if result.looks > 1 else ""),
         f"{result.tokens_per_forward:.1f} cells a forward",
         f"{result.repaired} cell{'s' * (result.repaired != 1)} taken back and changed",
         f"seed {result.seed}",
@@ -194,7 +223,7 @@ def make_display(settings: Settings, title: str, steps: int) -> Plain:
 
 
 class Plain:
-    """A line a step: what is settled. Then the board."""
+    """A line a step: what is settled. Then the board. A look that is not the first says so."""
 
     def __init__(self, title: str, steps: int) -> None:
         self.title, self.steps = title, steps
@@ -206,6 +235,8 @@ class Plain:
             self.step(board)
 
     def step(self, board: Board) -> None:
+        if board.look and board.step == 1:
+            print(self.title, flush=True)
         print(f"step {board.step:2d} {board.line()}", flush=True)
 
     def close(self, board: Board, result: Solved) -> None:
@@ -226,7 +257,7 @@ class Json(Plain):
 
     def step(self, board: Board) -> None:
         drawn = {"board": "".join(map(str, board.values)), "settled": board.line(), "repaired": sorted(board.repaired)}
-        print(json.dumps({"kind": "draft", "step": board.step, **drawn}), flush=True)
+        print(json.dumps({"kind": "draft", "look": board.look + 1, "step": board.step, **drawn}), flush=True)
 
     def close(self, board: Board, result: Solved) -> None:
         print(json.dumps({"kind": "end", **asdict(result)}), flush=True)

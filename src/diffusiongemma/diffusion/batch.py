@@ -177,7 +177,7 @@ class Board:
         self.counts[:2, :rows].add_(1)
         parts = (
             argmax.int(), entropy.contiguous().view(torch.int32), accepted.int(), mean[:, None].view(torch.int32),
-            done.int()[:, None],
+            (done.int() + stopped)[:, None],
         )  # fmt: skip
         torch.cat(parts, dim=1, out=self.out[:rows])
         if reading.soft is not None:
@@ -212,6 +212,7 @@ class Outcome:
     accepted: Tensor  # [L] bool
     mean_entropy: float
     done: bool
+    settled: bool  # by the stop rule
 
     @classmethod
     def read(cls, out: Tensor) -> Outcome:
@@ -219,7 +220,8 @@ class Outcome:
         width = (out.shape[0] - 2) // 3
         argmax, entropy, accepted, rest = out.split([width, width, width, 2])
         mean = float(rest[:1].view(torch.float32))
-        return cls(argmax.long(), entropy.view(torch.float32).clone(), accepted > 0, mean, bool(rest[1]))
+        ended = int(rest[1])  # 0: it goes on; 1: its steps ran out; 2: the stop rule held
+        return cls(argmax.long(), entropy.view(torch.float32).clone(), accepted > 0, mean, ended > 0, ended > 1)
 
 
 # ---- what a denoiser asks for ----------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ class Canvas:
     tokens: Tensor  # [L] what the network reads next: accepted samples, and noise elsewhere
     step: int  # steps taken so far
     done: bool = False
+    settled: bool = False  # the stop rule held at the last step taken: it did not just run out of steps
     argmax: Tensor | None = None  # [L] the draft, and at the end the result
     entropy: Tensor | None = None  # [L]
     accepted: Tensor | None = None  # [L] bool

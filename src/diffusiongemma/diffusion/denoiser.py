@@ -47,15 +47,16 @@ class Denoiser:
         accepted = self._accept(beliefs, free)
         noise = draws.tokens(length, self.vocab_size).to(logits.device)
         mean_entropy = beliefs.entropy[free].mean().item() if bool(free.any()) else 0.0
-        done = remaining == 1
+        settled = False
         history = canvas.history
         if self.stop is not None:
-            done = done or self.stop.done(beliefs.argmax, history, mean_entropy)
+            settled = self.stop.done(beliefs.argmax, history, mean_entropy)
             history = (*history, beliefs.argmax)[-self.stop.stability :] if self.stop.stability else ()
         return Canvas(
             tokens=torch.where(accepted, beliefs.sample, noise),
             step=canvas.step + 1,
-            done=done,
+            done=settled or remaining == 1,
+            settled=settled,
             argmax=beliefs.argmax,
             entropy=beliefs.entropy,
             accepted=accepted,

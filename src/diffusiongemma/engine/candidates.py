@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 R = TypeVar("R", bound=Result)
 COUNTS = (
-    "prompt_tokens", "reused_tokens", "blocks", "blocks_redone", "steps", "decoder_forwards", "encoder_forwards",
-    "positions",
+    "prompt_tokens", "reused_tokens", "blocks", "blocks_settled", "blocks_redone", "steps", "decoder_forwards",
+    "encoder_forwards", "positions",
 )  # fmt: skip
 
 

@@ -70,6 +70,7 @@ class Metrics:
     reused_tokens: int = 0  # of the prompt, found in the prefix cache
     new_tokens: int = 0
     blocks: int = 0
+    blocks_settled: int = 0  # of these, ended by the stop rule; the others ran out of steps
     blocks_redone: int = 0
     steps: int = 0  # denoising steps, or tokens drawn one by one
     decoder_forwards: int = 0
@@ -80,6 +81,11 @@ class Metrics:
     first_text_seconds: float | None = None
     prefill_seconds: float = 0.0  # until the prompt was in the cache
     total_seconds: float = 0.0
+
+    @property
+    def settled(self) -> bool:
+        """Did the stop rule end every canvas? The model's own word on it: nothing has looked at what it wrote."""
+        return 0 < self.blocks == self.blocks_settled
 
     @property
     def tokens_per_forward(self) -> float:

@@ -200,8 +200,8 @@ class Lane:
         if sequence.params.canvas == "adaptive":  # it may be cut, and then goes on in another lane
             tokens, sequence.soft = self.board.take(row)
         return Canvas(
-            tokens, before.step + 1, outcome.done, outcome.argmax, outcome.entropy, outcome.accepted, None,
-            outcome.mean_entropy, history,
+            tokens, before.step + 1, outcome.done, outcome.settled, outcome.argmax, outcome.entropy, outcome.accepted,
+            None, outcome.mean_entropy, history,
         )  # fmt: skip
 
     def _follow(self, before: Canvas, canvas: Canvas) -> None:

@@ -246,9 +246,8 @@ class Sequence:
         kept = block[: end if end is not None else len(block)][:room]
         ended = end is not None and end < room
         if self._redos < self.params.redo:
-            converged = canvas.step < self.params.steps
             reply = [*self.reply, *kept]
-            why = find_garbage(kept, reply, converged, canvas.mean_entropy, self._pairs, ended)
+            why = find_garbage(kept, reply, canvas.settled, canvas.mean_entropy, self._pairs, ended)
             if why is not None:
                 log.info("block %d is done again: %s", self.metrics.blocks, why)
                 self._redos += 1
@@ -257,6 +256,7 @@ class Sequence:
                 return
         self._redos = 0
         self.metrics.blocks += 1
+        self.metrics.blocks_settled += canvas.settled
         logprobs = None
         if raw is not None:
             logprobs = [read_logprob(raw[i], token, self.params.logprobs or 0) for i, token in enumerate(kept)]

@@ -40,6 +40,7 @@ class DiffusionUsage(Reply):
 
     seed: int = Field(description="Of the first choice; the others count on from it.")
     blocks: int
+    blocks_settled: int = Field(description="Blocks that the stop rule ended; the others ran out of steps.")
     blocks_redone: int
     steps: int = Field(description="Denoising steps, or tokens drawn one by one.")
     decoder_forwards: int

@@ -30,6 +30,7 @@ def usage_of(parts: Sequence[Metrics], waited: float = 0.0, thought_tokens: int 
         diffusion=DiffusionUsage(
             seed=parts[0].seed,
             blocks=sum(part.blocks for part in parts),
+            blocks_settled=sum(part.blocks_settled for part in parts),
             blocks_redone=sum(part.blocks_redone for part in parts),
             steps=steps,
             decoder_forwards=sum(part.decoder_forwards for part in parts),

@@ -74,7 +74,7 @@ class Graded:
     seed: int
     text: str
     scores: dict[str, bool | float]
-    steps: int  # of the first attempt, all its candidates together
+    steps: int  # of the first attempt, all its candidates or looks together
     decided: int  # tokens that those steps decided on: what was pinned is no work of the model
     tried: list[dict[str, Any]] = field(default_factory=list)  # all attempts or candidates, where there are several
 

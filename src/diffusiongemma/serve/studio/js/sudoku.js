@@ -5,13 +5,15 @@ import { Board } from "./board.js";
 import { $, $$, announce, dotted, figure, perFrame, plural, seconds } from "./dom.js";
 import { link } from "./link.js";
 import { Options, fieldsOf } from "./options.js";
-import { CELLS, conflicts, parse, randomPuzzle, solutions, write } from "./sudoku_rules.js";
+import { CELLS, conflicts, parse, randomPuzzle, solutions, turn, write } from "./sudoku_rules.js";
 import { Task, partsOf } from "./task.js";
 import { Timeline } from "./timeline.js";
 
 const CANVAS = 96; // what the embedded model learned boards in: 81 cells, the end, padding
-// As `dgemma sudoku` has it: hotter than it writes text, and time for boards that hang in what they believe.
-const SAMPLER = { steps: 192, t_min: 0.4, t_max: 0.8, forget: 8 };
+// As `dgemma sudoku` has it: hotter than it writes text, and time for boards that hang in what they believe. One that has
+// not settled when its steps run out is turned and looked at again; where the steps are given, there is one look.
+const SAMPLER = { steps: 96, t_min: 0.4, t_max: 0.8, forget: 8 };
+const LOOKS = 4;
 const PATIENCE = 50000; // nodes of search to tell whether a puzzle of one's own has a solution
 
 export function startSudoku() {
@@ -55,20 +57,11 @@ export function startSudoku() {
     try {
       const attempts = values.attempts ?? 1;
       for (let tried = 1; tried <= attempts; tried += 1) {
-        task.say(attempts > 1 ? `Attempt ${tried} of at most ${attempts}` : "");
-        board.begin();
-        recording = await record("sudoku", "/v1/canvas/infill", bodyFor(board.givens, values), (so_far) => {
-          recording = so_far;
-          if (!so_far.drafts.length) return;
-          board.track(so_far);
-          paint(so_far);
-          timeline.follow(so_far);
-        }, signal);
-        paint.flush();
+        const looks = await attempt(values, attempts > 1 && `Attempt ${tried} of at most ${attempts}`, signal);
         const solved = board.judge(recording);
-        tell(solved, recording, tried);
+        tell(solved, looks, tried);
         if (solved) break;
-        values.seed = recording.usage.diffusion.seed + 1;
+        values.seed += 1;
       }
     } finally {
       paint.flush();
@@ -78,13 +71,39 @@ export function startSudoku() {
     }
   });
 
-  function tell(solved, { usage, drafts }, tried) {
-    const d = usage.diffusion, repaired = drafts.at(-1)?.repaired.size ?? 0, wrong = board.wrong.size;
+  /** Look after look, until the model's own stop rule says that the board has settled -> the figures of each. */
+  async function attempt(values, title, signal) {
+    const most = values.steps ? 1 : LOOKS, looks = [];
+    do {
+      const turns = looks.length;
+      task.say(dotted(title, turns > 0 && `Look ${turns + 1} of ${most}, the board turned`));
+      board.begin();
+      const body = bodyFor(turn(board.givens, turns), values);
+      recording = await record("sudoku", "/v1/canvas/infill", body, (so_far, what) => {
+        recording = so_far;
+        if (turns) turnBack(so_far, what, turns);
+        if (!so_far.drafts.length) return;
+        board.track(so_far);
+        paint(so_far);
+        timeline.follow(so_far);
+      }, signal);
+      paint.flush();
+      looks.push(recording.usage.diffusion);
+      values.seed = looks.at(-1).seed; // every look of an attempt has the same
+    } while (looks.length < most && !looks.at(-1).blocks_settled);
+    return looks;
+  }
+
+  function tell(solved, looks, tried) {
+    const repaired = recording.last?.repaired.size ?? 0, wrong = board.wrong.size;
+    const sum = (name) => looks.reduce((total, one) => total + one[name], 0);
+    const cells = board.givens.filter((given) => !given).length;
     if (solved) verdict("Solved: every row, column and box holds 1 to 9.", "good");
     else verdict(`Not solved: ${plural(wrong, "cell breaks", "cells break")} the rules.`, "bad");
     task.say(dotted(
-      plural(d.steps, "step"), `${figure(d.tokens_per_forward)} cells a step`, `${plural(repaired, "cell")} repaired`,
-      seconds(d.total_seconds), `seed ${d.seed}`, tried > 1 && `attempt ${tried}`,
+      plural(sum("steps"), "step"), looks.length > 1 && `${looks.length} looks`,
+      `${figure(cells / sum("steps"))} cells a step`, `${plural(repaired, "cell")} repaired`,
+      seconds(sum("total_seconds")), `seed ${looks[0].seed}`, tried > 1 && `attempt ${tried}`,
     ));
     announce($("#sudoku-verdict").textContent);
   }
@@ -106,6 +125,14 @@ export function startSudoku() {
     if (!abilities.chat) task.say(`${id} has no chat template, so it cannot be asked for a board.`);
   });
   load(randomPuzzle("easy"));
+}
+
+/** Make what has just come upright: so is the board on the page, however the model has it. */
+function turnBack(so_far, what, turns) {
+  const upright = (values) => [...turn(values, 4 - turns), ...values.slice(CELLS)];
+  if (what === "draft") {
+    for (const part of ["tokens", "entropy", "accepted", "levels"]) so_far.last[part] = upright(so_far.last[part]);
+  } else if (what === "end") so_far.text = upright([...so_far.text]).join("");
 }
 
 function bodyFor(givens, values) {

@@ -25,6 +25,12 @@ export function parse(text) {
 
 export const write = (board) => board.map((value) => value || ".").join("");
 
+/** 81 values of a board turned by 90 degrees, so many times: other cells come first, the rules stay the same. */
+export function turn(cells, times) {
+  if (!times) return [...cells];
+  return turn(Array.from({ length: CELLS }, (_, at) => cells[9 * (at % 9) + 8 - Math.floor(at / 9)]), times - 1);
+}
+
 /** Cells that break a rule; empty ones do not. */
 export function conflicts(board) {
   const wrong = new Set();
