@@ -83,7 +83,7 @@ def test_ready_within_seconds() -> None:
 
 def test_sigterm_under_load_finishes_what_runs_and_refuses_the_rest(tmp_path: Path) -> None:
     log = tmp_path / "server.log"
-    options = ("--batch", "2", "--queue", "50", "--log-json", "--log-file", str(log))
+    options = ("--batch", "2", "--queue", "50", "--grace", "600", "--log-json", "--log-file", str(log))
     with process(*options) as (started, url), ThreadPoolExecutor(12) as pool:
         wait_ready(url)
         body = {"model": name_of(url)} | LONG
