@@ -36,7 +36,7 @@ from serve.live import (
 )
 
 FINE = {"prompt": "x", "max_tokens": 4, "seed": 1, "diffusion": QUICK}
-LONG = {"prompt": "x", "max_tokens": 32, "seed": 1, "diffusion": ENDLESS | {"steps": 400}}
+LONG = {"prompt": "x", "max_tokens": 32, "seed": 1, "diffusion": ENDLESS | {"steps": 250}}
 
 
 def name_of(url: str) -> str:
