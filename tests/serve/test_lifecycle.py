@@ -36,7 +36,7 @@ from serve.live import (
 )
 
 FINE = {"prompt": "x", "max_tokens": 4, "seed": 1, "diffusion": QUICK}
-LONG = {"prompt": "x", "max_tokens": 32, "seed": 1, "diffusion": ENDLESS | {"steps": 400}}
+LONG = {"prompt": "x", "max_tokens": 32, "seed": 1, "diffusion": ENDLESS | {"steps": 250}}
 
 
 def name_of(url: str) -> str:
@@ -83,7 +83,7 @@ def test_ready_within_seconds() -> None:
 
 def test_sigterm_under_load_finishes_what_runs_and_refuses_the_rest(tmp_path: Path) -> None:
     log = tmp_path / "server.log"
-    options = ("--batch", "2", "--queue", "50", "--log-json", "--log-file", str(log))
+    options = ("--batch", "2", "--queue", "50", "--grace", "600", "--log-json", "--log-file", str(log))
     with process(*options) as (started, url), ThreadPoolExecutor(12) as pool:
         wait_ready(url)
         body = {"model": name_of(url)} | LONG

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import io
 import json
@@ -234,6 +235,8 @@ def test_a_full_disk_loses_lines_and_nothing_else() -> None:
         assert handler.lost == 3
         assert b"dgemma_log_lines_lost 3.0" in metrics.text()
     finally:
+        with contextlib.suppress(OSError):
+            handler.close()
         for name, handlers in before.items():
             logging.getLogger(name).handlers = handlers
             logging.getLogger(name).propagate = True
