@@ -4,11 +4,10 @@ A look is one canvas, the same as the API's form of a board (engine/form.py), so
 way: the end behind the 81 cells is pinned, too, and control tokens are no cells. Which of its other tokens a cell holds
 is the network's own affair; nothing checks or steers it.
 
-A canvas that does not settle hangs in what it believes, and another view of the board helps it more than more steps do.
-So an attempt has several looks: one that ran out of steps is followed by another at the same board turned by 90
-degrees, and the answer is turned back. Only the sampler's stop rule decides on that; a look that settled is final,
-right or wrong. With more attempts, a board that breaks the rules is tried again with the next seed. The rules are all
-that looks at it: no solver takes part.
+A canvas that does not settle hangs in what it believes. So an attempt has several looks: one that ran out of steps is
+followed by another at the same board turned by 90 degrees, and the answer is turned back. Only the sampler's stop rule
+decides on that; a look that settled is final, right or wrong. With more attempts, a board that breaks the rules is
+tried again with the next seed. The rules are all that looks at it: no solver takes part.
 """
 
 from __future__ import annotations
