@@ -1,6 +1,6 @@
 """The floors of the 26B are the published ones, and each part of them can be counted by hand."""
 
-from statistics import mean
+from statistics import mean, median
 
 import pytest
 import torch
@@ -113,9 +113,12 @@ def test_a_belief_that_makes_all_positions_alike_shows_in_the_experts() -> None:
     """It made a step of the 26B seem twice as fast as it is: an even belief is the same at every position."""
     config = ModelConfig.preset("tiny", canvas_length=64, num_experts=32, top_k_experts=2)
     model = random_network(config, None, "cpu", torch.float32, std=0.02)
-    with torch.no_grad():
-        model.self_conditioning.down_proj.weight.normal_(std=20.0)
-    collapsed = mean(experts_hit(model, 1, 20, 64))
+    chance, found = torch.Generator().manual_seed(0), []
+    for _ in range(7):  # one draw in thirteen makes them differ after all
+        with torch.no_grad():
+            model.self_conditioning.down_proj.weight.normal_(std=20.0, generator=chance)
+        found.append(mean(experts_hit(model, 1, 20, 64)))
+    collapsed = median(found)
     spread(model)
     assert collapsed + 0.1 < mean(experts_hit(model, 1, 20, 64))
 
