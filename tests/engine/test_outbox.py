@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffusiongemma.engine import End, Engine, Event, Limits, Request, SamplingParams
+from diffusiongemma.engine import Commit, End, Engine, Event, Limits, Request, SamplingParams
 from diffusiongemma.engine.fast import FastRunner
 from diffusiongemma.engine.outbox import Outbox
 from diffusiongemma.engine.worker import Handle
@@ -189,6 +189,39 @@ def test_a_text_that_cannot_be_told_ends_all_that_runs_and_nothing_else(caplog: 
             assert len(commits) <= 1
         assert "a step failed" in caplog.text
         assert told(engine.submit(asks(48)))[-1][1] == "length"
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_an_end_behind_a_text_that_cannot_be_told_is_an_error(fast: bool) -> None:
+    """Not a reply that seems to be whole."""
+    with fast_engine() if fast else plain_engine() as engine:
+        sequence, handle = engine._prepare(asks(16, drafts=False), None)
+        sequence._output.push = _fail  # type: ignore[method-assign]
+        engine.worker.submit(sequence, handle)
+        (end,) = list(handle)
+        assert isinstance(end, End)
+        assert (end.finish_reason, end.error) == ("error", "ValueError: no text")
+
+
+def test_nothing_is_told_after_the_whole_time() -> None:
+    with fast_engine() as engine:
+        end = list(engine.submit(asks(16, drafts=False)))[-1]
+    assert isinstance(end, End)
+    assert end.metrics.first_text_seconds is not None
+    assert end.metrics.first_text_seconds <= end.metrics.total_seconds
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_stop_text_in_what_was_held_back(fast: bool) -> None:
+    """Half a character is shown as U+FFFD, but only at the end, for it could become a whole one."""
+    half = byte_tokenizer().encode("é")[0]
+    others = tuple(token for token in range(CONFIG.vocab_size) if token != half)
+    with fast_engine() if fast else plain_engine() as engine:
+        request = replace(asks(1, drafts=False, stop=("\ufffd",)), forbidden=others)
+        *commits, end = list(engine.submit(request))
+    assert isinstance(end, End)
+    assert end.finish_reason == "stop"
+    assert "".join(event.text for event in commits if isinstance(event, Commit)) == ""
 
 
 def _fail(tokens: object) -> str:

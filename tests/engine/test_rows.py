@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from diffusiongemma.engine import Engine, Limits, Request, SamplingParams
 from diffusiongemma.engine.fast import FastRunner
+from diffusiongemma.engine.lane import Lane
 from diffusiongemma.engine.worker import Handle
+from diffusiongemma.errors import CacheError
 from diffusiongemma.model import CacheRow
 from engine.runners import CONFIG, BoardDraws, fast_engine, plain_engine, told
 
@@ -123,3 +125,35 @@ def test_whoever_comes_and_goes(arrivals: list[tuple[int, list[Request]]]) -> No
     with fast_engine(Limits(max_bytes=room_for(170), max_rows=4, chunk=8)) as engine:
         got = drive(engine, arrivals)
     assert got == expected(arrivals)
+
+
+def test_what_failed_holds_no_memory_and_gets_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its seat in a lane is there until the next is given, and the caller may keep the handle."""
+    request = canvases(range(5, 25), 40)
+    land, landed = Lane.land, list[Lane]()
+
+    def once(lane: Lane) -> None:
+        landed.append(lane)
+        if len(landed) == 2:
+            raise ValueError("once")
+        land(lane)
+
+    monkeypatch.setattr(Lane, "land", once)
+    with fast_engine(Limits(max_bytes=room_for(59) * 3 // 2)) as engine:
+        handles = list[Handle]()
+        for reason in ("error", "length", "length"):
+            handles.append(engine.submit(request))
+            assert told(handles[-1])[-1][1] == reason
+
+
+def test_a_request_whose_row_cannot_be_had_gets_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fast_engine() as engine:
+        new_row = engine.scheduler.runner.new_row
+        monkeypatch.setattr(engine.scheduler.runner, "new_row", _no_row)
+        assert told(engine.submit(canvases(range(5, 25), 40)))[-1][1:3] == ("error", "CacheError: no room")
+        monkeypatch.setattr(engine.scheduler.runner, "new_row", new_row)
+        assert told(engine.submit(canvases(range(5, 25), 40)))[-1][1] == "length"
+
+
+def _no_row(max_length: int) -> CacheRow:
+    raise CacheError("no room")

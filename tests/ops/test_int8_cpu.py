@@ -122,3 +122,25 @@ def test_modules_get_them() -> None:
     assert (linear.run, experts.run, embedding.project_run) == (linear_int8, experts_int8, linear_int8)
     probs = numbers(5, 24).softmax(dim=-1)
     assert torch.allclose(embedding.mean(probs), probs @ embedding.weight.dequantize(), atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_network_can_change_its_dtype_afterwards(dtype: torch.dtype) -> None:
+    embedding = QuantEmbedding(24, 32, INT8, torch.float32)
+    embedding.weight.q.copy_(integers(24, 32))
+    embedding.weight.scale.fill_(0.01)
+    use_int8(embedding)
+    probs, x = numbers(5, 24).softmax(dim=-1), numbers(5, 32)
+    before = embedding.mean(probs), embedding.project(x)
+    embedding.to(dtype)
+    for old, new in zip(before, (embedding.mean(probs), embedding.project(x.to(dtype))), strict=True):
+        assert new.dtype == dtype
+        assert (old - new).norm() < 0.02 * old.norm()
+
+
+def test_it_is_tried_while_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial forks, and later there are threads."""
+    tried: list[bool] = []
+    monkeypatch.setattr(int8_cpu, "fast_int8", lambda: tried.append(True))
+    use_int8(torch.nn.ModuleList())
+    assert tried

@@ -90,6 +90,7 @@ class Scheduler:
         with self.runner.outbox.hold():
             for sequence in [*self.running, *self.waiting]:
                 sequence.fail(message)
+                sequence.row = None  # who still holds the request, as lanes do, must not hold its memory
         self.runner.outbox.deliver(careful=True)
         self.running.clear()
         self.waiting.clear()
@@ -107,12 +108,11 @@ class Scheduler:
             self.prefixes.find(sequence.request.prompt, len(sequence.request.prompt))  # used now: it goes last
             if not self._make_room(needed):
                 return  # it waits, and all behind it: first come, first served
-            self.waiting.popleft()
+            self.running.append(self.waiting.popleft())  # first: should its row fail, it gets its end like all
             if self._must_wait(sequence):
                 sequence.phase = "join"  # it has its memory, and gets its row when the leader's prompt is encoded
             else:
                 sequence.admit(*self._first_row(sequence))
-            self.running.append(sequence)
 
     @staticmethod
     def _must_wait(sequence: Sequence) -> bool:

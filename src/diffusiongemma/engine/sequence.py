@@ -78,6 +78,7 @@ class Sequence:
         self._settled_end: int | None = None
         self._made = time.perf_counter()
         self._done_reason: FinishReason | None = None
+        self._untold: str | None = None  # why a text of it could not be put together
         self.denoiser: Denoiser | None = None  # of the present canvas
 
     # ---- what the scheduler asks -------------------------------------------------------------------------------------
@@ -284,6 +285,8 @@ class Sequence:
         self.reply += kept
         self.metrics.new_tokens = len(self.reply)
         over = ended or len(self.reply) >= self.params.max_new_tokens or self._output.stopped
+        if over and text is not None:  # what was held back may hold a stop text, too
+            text += self._output.finish()
         block = max(0, self.metrics.blocks - 1) if self.params.mode == "diffusion" else len(self.reply) - 1
         self.outbox.put(partial(self._tell_commit, block, kept, text, logprobs, over))
         if over:
@@ -313,31 +316,36 @@ class Sequence:
         assert canvas.entropy is not None
         assert canvas.accepted is not None
         values = (canvas.argmax.tolist(), canvas.entropy.tolist(), canvas.accepted.tolist())
-        self._tell(Draft(self.metrics.blocks, canvas.step, *values, decode=self._decode))
+        draft = Draft(self.metrics.blocks, canvas.step, *values, decode=self._decode)
+        self.outbox.put(partial(self._emit, draft))
 
     def _tell_commit(
         self, block: int, tokens: list[int], text: str | None, logprobs: list[TokenLogprob] | None, last: bool
     ) -> None:
         """`text`: what became certain with these tokens, if that is known already."""
         if text is None:
-            text = self._output.push(tokens)
-        if last:
-            text += self._output.finish()
+            try:
+                text = self._output.push(tokens) + (self._output.finish() if last else "")
+            except Exception as error:
+                self._untold = f"{type(error).__name__}: {error}"
+                raise
         if text and self.metrics.first_text_seconds is None:
             self.metrics.first_text_seconds = self.age
         if tokens or text:
             self._emit(Commit(block, tokens, text, logprobs))
 
-    def _tell(self, event: Event) -> None:
-        self.outbox.put(partial(self._emit, event))
+    def _tell_end(self, reason: FinishReason, error: str | None, refused: bool) -> None:
+        if self._untold is not None:  # its end may have waited behind that text
+            reason, error = "error", self._untold
+        self.metrics.total_seconds = self.age
+        self._emit(End(reason, self.metrics, error, refused))
 
     def _end(self, reason: FinishReason, error: str | None = None, refused: bool = False) -> None:
         if self.phase == "ended":
             return
         self.phase = "ended"
         self.canvas = self.soft = None
-        self.metrics.total_seconds = self.age
-        self._tell(End(reason, self.metrics, error, refused))
+        self.outbox.put(partial(self._tell_end, reason, error, refused))
 
 
 def read_logprob(logits: Tensor, token: int, top: int) -> TokenLogprob:

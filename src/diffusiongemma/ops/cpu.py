@@ -45,7 +45,7 @@ def ensure_cpu_bf16() -> None:
 
 @cache
 def fast_int8() -> bool:
-    """Has this CPU instructions for sums of int8 products (VNNI), and do they work?"""
+    """Has this CPU instructions for sums of int8 products (VNNI), and do they work in this process?"""
     return _may_have_amx() and torch.cpu._is_vnni_supported() and _held_back(_int8_work)
 
 
@@ -108,5 +108,6 @@ def _bf16_work() -> None:
 
 
 def _int8_work() -> None:
-    a = torch.ones(256, 256, dtype=torch.int8)
-    torch._int_mm(a, a.t())
+    """Also right: oneDNN without VNNI, to which somebody may have held it back, adds two products in 16 bits."""
+    a = torch.full((256, 256), 127, dtype=torch.int8)
+    assert bool((torch._int_mm(a, a.t()) == 256 * 127**2).all())

@@ -22,14 +22,18 @@ from torch import Tensor, nn
 from diffusiongemma.ops.cpu import fast_int8
 from diffusiongemma.ops.experts import geglu
 from diffusiongemma.ops.linear import linear
-from diffusiongemma.ops.quantized import QuantEmbedding, QuantExperts, QuantLinear
+from diffusiongemma.ops.quantized import QuantEmbedding, QuantExperts, QuantLinear, mean_dequantised
 
 LARGEST = 127
-EXACT = (1 << 24) // LARGEST**2  # products whose sum float32 holds exactly: 1,040
+EXACT = (1 << 24) // (LARGEST * (LARGEST + 1))  # products whose sum float32 holds exactly; others' weights have -128
 
 
 def use_int8(root: nn.Module) -> None:
-    """Put integer products in for the references, once, after loading; every weight must be int8, on the CPU."""
+    """Put integer products in for the references, once, after loading; every weight must be int8, on the CPU.
+
+    A network that is moved or gets another dtype afterwards still computes, if not as fast.
+    """
+    fast_int8()  # tried here, before there are threads: it forks
     for module in root.modules():
         if isinstance(module, QuantLinear):
             module.run = linear_int8
@@ -61,7 +65,7 @@ def experts_int8(
     picked = index.flatten()
     order = picked.argsort(stable=True)  # [N k] pairs, by expert
     rows, scales = (part[order // k] for part in quantize_rows(x.float()))
-    out = torch.empty(tokens * k, down_q.shape[1])
+    out = rows.new_empty(tokens * k, down_q.shape[1], dtype=torch.float32)
     ends = torch.bincount(picked, minlength=up_q.shape[0]).cumsum(0).tolist()
     for expert, (first, end) in enumerate(pairwise([0, *ends])):
         if first < end:  # experts without tokens are not touched
@@ -82,7 +86,8 @@ def _product(rows: Tensor, row_scale: Tensor, q: Tensor, scale: Tensor) -> Tenso
 def sums(rows: Tensor, q: Tensor) -> Tensor:
     """rows [N, I], q [O, I], both int8 -> rows @ q.T [N, O] int32"""
     # Over a single number torch 2.13 gives zeros for this product.
-    return torch._int_mm(rows, q.t()) if fast_int8() and rows.shape[1] > 1 else sums_in_float32(rows, q)
+    fast = rows.is_cpu and rows.shape[1] > 1 and fast_int8()
+    return torch._int_mm(rows, q.t()) if fast else sums_in_float32(rows, q)
 
 
 def sums_in_float32(rows: Tensor, q: Tensor) -> Tensor:
@@ -94,4 +99,6 @@ def sums_in_float32(rows: Tensor, q: Tensor) -> Tensor:
 
 def _mean(table: Tensor, probs: Tensor, q: Tensor, scale: Tensor) -> Tensor:
     """probs [N, V] -> [N, D]: the rows of the table under them"""
+    if (probs.device, probs.dtype) != (table.device, table.dtype):  # moved after loading
+        return mean_dequantised(probs, q, scale)
     return linear(probs, table.t())

@@ -107,7 +107,7 @@ class QuantExperts(nn.Module):
 
 
 class QuantEmbedding(nn.Module):
-    """Stands in for `model.network.Embedding`; the activations are never quantised here, whatever the format.
+    """Stands in for `model.network.Embedding`; the references never quantise activations here, whatever the format.
 
     `dtype`: what comes out on the way in, as the plain weight's dtype says it there.
     """
