@@ -51,8 +51,9 @@ def measure_cpu_step(preset: str, prefix: int, rounds: int, peer: str | None, se
     parameters = sum(p.numel() for p in plain.parameters())
     rows = [("parameters", f"{parameters / 1e6:.1f} M"), ("prefix + canvas", f"{prefix} + {config.canvas_length}")]
     card, width = card_of(torch.device("cpu")), config.canvas_length
-    floor = step_work(model, 1, prefix, width, expected_hit(model, width)).seconds(card)
-    rows += [("floor", f"{1e3 * floor:.1f} ms, at {card.read / 1e9:.3g} GB/s and {card.wide / 1e9:.3g} GFLOP/s")]
+    work = step_work(model, 1, prefix, width, expected_hit(model, width))
+    floor, rate = work.seconds(card), card.rate(work.bits)
+    rows += [("floor", f"{1e3 * floor:.1f} ms, at {card.read / 1e9:.3g} GB/s and {rate / 1e9:.3g} GFLOP/s")]
     rows += [(name, f"{1e3 * value:.1f} ms a step, ratio {value / floor:.2f}") for name, value in medians.items()]
     result = {"bench": "cpu-step", "preset": preset, "prefix": prefix, "parameters": parameters, **machine()}
     result |= {"machine": card.to_dict(), "floor_ms": 1e3 * floor}
