@@ -22,7 +22,7 @@ from diffusiongemma.config import PRESETS, ModelConfig
 from diffusiongemma.engine import Engine, Limits
 from diffusiongemma.errors import ConfigError
 from diffusiongemma.model import CacheRow, DiffusionGemma
-from diffusiongemma.model.quantize import EMBEDDINGS, Scheme, formats_in, random_network
+from diffusiongemma.model.quantize import EMBEDDINGS, Scheme, formats_in, random_network, use_fast_products
 from diffusiongemma.text import Tokenizer
 from diffusiongemma.text.bytes import byte_tokenizer
 
@@ -68,6 +68,7 @@ class Subject:
                 config = ModelConfig.from_pretrained(_folder(target.preset))
             scheme = None if kind is None else Scheme.parse(kind, target.group)
             model, tokenizer = random_network(config, scheme, device, dtype, std=STD), byte_tokenizer()
+            use_fast_products(model)
             spread(model)
         else:
             folder = _folder(target.preset)

@@ -26,8 +26,7 @@ from diffusiongemma.checkpoint.target import empty_model, pick_device, pick_dtyp
 from diffusiongemma.config import ModelConfig
 from diffusiongemma.errors import CheckpointError, ConfigError
 from diffusiongemma.model import DiffusionGemma
-from diffusiongemma.model.quantize import Scheme, describe, formats_in, int8_runs, shapes_of
-from diffusiongemma.ops.int8_cpu import use_int8
+from diffusiongemma.model.quantize import Scheme, describe, formats_in, int8_runs, shapes_of, use_fast_products
 from diffusiongemma.ops.quant import Format, dequantize_into, quantize_into
 
 log = logging.getLogger(__name__)
@@ -88,8 +87,7 @@ def load_model(
     model = empty_model(config, target, computes_in, formats)
     _fill(model, plan, progress)
     _check_copies(model, plan)
-    if int8_runs(target, computes_in, formats.values()):
-        use_int8(model)
+    use_fast_products(model)
     if plan.vision:
         log.info("%d vision tensors are kept aside: this version reads text, images come later", len(plan.vision))
     setattr(model, _SOURCE, Source(folder.absolute(), tuple(sorted(info.name for info in plan.vision))))

@@ -31,7 +31,7 @@ from diffusiongemma.engine.sequence import Sequence as Running
 from diffusiongemma.engine.worker import Handle, Worker
 from diffusiongemma.errors import CheckpointError, ConfigError, DiffusionGemmaError, TokenizerError
 from diffusiongemma.model import DiffusionGemma
-from diffusiongemma.model.quantize import Scheme, random_network
+from diffusiongemma.model.quantize import Scheme, random_network, use_fast_products
 from diffusiongemma.text import ChatTemplate, Tokenizer
 from diffusiongemma.text.bytes import byte_tokenizer
 
@@ -133,6 +133,7 @@ class Engine:
         else:
             scheme = Scheme.parse(quantize, group)
             model = random_network(config, scheme, where, pick_dtype(dtype, where, []), seed, std)
+            use_fast_products(model)
         return cls(model, byte_tokenizer(), name=f"{RANDOM}{preset}", limits=limits, kernels=kernels)
 
     # ---- asking ------------------------------------------------------------------------------------------------------

@@ -107,6 +107,12 @@ def int8_runs(device: torch.device, dtype: torch.dtype, formats: Iterable[Format
     return device.type == "cpu" and dtype == torch.float32 and set(formats) == {Format("int8")}
 
 
+def use_fast_products(model: DiffusionGemma) -> None:
+    """Let it multiply integers where it can, instead of dequantising its weights at every step."""
+    if int8_runs(model.device, model.dtype, formats_in(model).values()):
+        use_int8(model)
+
+
 def describe(formats: Iterable[Format | None]) -> str:
     """In a word or two, for people: 'int4 in groups of 64, fp8, int8'."""
     return ", ".join(dict.fromkeys(str(fmt) for fmt in formats if fmt is not None)) or "not quantised"
@@ -147,8 +153,6 @@ def random_network(
                     scale.fill_(std / _STEPS)
                 else:
                     quantize_into(rows, module.format, q, scale)
-    if int8_runs(torch.device(device), dtype, formats_in(model).values()):
-        use_int8(model)
     return model
 
 
