@@ -117,6 +117,17 @@ def test_a_request_does_not_depend_on_its_neighbours(asked) -> None:
         assert events[-1].finish_reason == alone[-1].finish_reason
 
 
+def test_nor_does_it_in_int8() -> None:
+    """Weights and activations as a CPU has them of an int8 checkpoint: sums of integers, the same in any order."""
+    prompts = ["a", "Another one, which is longer", "xyz" * 9]
+    options = {"max_new_tokens": 40, "steps": 4, "seed": 3, "logprobs": 0}
+    with Engine.load("random:tiny", quantize="int8") as engine:
+        together = engine.generate_batch(prompts, **options)
+        for prompt, result in zip(prompts, together, strict=True):
+            alone = engine.generate(prompt, **{**options, "seed": result.metrics.seed})
+            assert (alone.tokens, alone.logprobs) == (result.tokens, result.logprobs)
+
+
 @given(st.dictionaries(st.integers(0, 39), st.integers(107, 360), max_size=30), st.integers(0, 99))
 @settings(max_examples=40, deadline=None)
 def test_pins_hold_in_every_draft_and_in_the_result(pins: dict[int, int], seed: int) -> None:

@@ -165,3 +165,13 @@ def test_same_seed_same_weights() -> None:
     a, b, c = (DiffusionGemma(CONFIG).init_weights(seed=s) for s in (1, 1, 2))
     assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
     assert not torch.equal(a.embed_tokens.weight, c.embed_tokens.weight)
+
+
+def test_logits_of_a_row_do_not_depend_on_the_rows_beside_it() -> None:
+    """Nor on how many numbers are left over when a processor takes them sixteen at a time."""
+    config = ModelConfig.preset("tiny", vocab_size=389, eos_token_ids=(1,))
+    model = DiffusionGemma(config).init_weights(0, std=0.3).eval()
+    hidden = 3 * torch.randn(11, config.hidden_size, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        together = model.logits(hidden)
+        assert all(torch.equal(model.logits(hidden[i : i + 1])[0], together[i]) for i in range(11))
