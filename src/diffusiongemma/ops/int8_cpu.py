@@ -1,7 +1,7 @@
 """8-bit weights on a CPU: products of small integers, four times as fast as float32 where the CPU has them.
 
 Activations become int8 too, one scale a token. Sums of such products are integers, exact in whatever order they are
-added: a token's result has the same bits alone, in any batch and on any CPU. Where there is no fast integer product
+added: they have the same bits alone, in any batch and on any CPU. Where there is no fast integer product
 (`cpu.fast_int8`), float32 computes the same integers: stretches of `EXACT` products stay below 2^24, up to which it
 counts without rounding. Scales, and with them the table for the mean of embeddings, are float32.
 
