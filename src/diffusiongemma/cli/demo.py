@@ -30,7 +30,8 @@ SUFFIX = """
         return len(self.items)
 """
 OUT = Path("demo.svg")
-WISH = "arrow down, outline"
+WISH = "circle, outline"
+SEED = 5
 ATTEMPTS = 3  # of the board and of the icon; the first usually does
 
 
@@ -38,7 +39,7 @@ def run(
     level: Annotated[str, typer.Option(help="Of the Sudoku: easy, medium, hard or expert.")] = "hard",
     wish: Annotated[str, typer.Option(help="The icon to draw.")] = WISH,
     out: Annotated[Path, typer.Option(help="The .svg to write, with a .png beside it; replaced if there.")] = OUT,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same puzzle, text and picture.")] = 3,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same puzzle, text and picture.")] = SEED,
     plain: Annotated[bool, typer.Option("--plain", help="No live pictures, as in a pipe.")] = False,
 ) -> None:
     """Solve a Sudoku, fill a hole in Python code and draw an icon with the embedded model, on any CPU."""
