@@ -22,7 +22,7 @@ from diffusiongemma.engine.runner import Runner
 from diffusiongemma.engine.scheduler import Limits
 from diffusiongemma.errors import CheckpointError, ConfigError, DiffusionGemmaError
 from diffusiongemma.model import DiffusionGemma
-from diffusiongemma.model.quantize import Scheme, footprint, formats_in, random_network
+from diffusiongemma.model.quantize import Scheme, count_parameters, footprint, formats_in, random_network
 from diffusiongemma.model.summary import summarise
 from diffusiongemma.model.support import unsupported
 from diffusiongemma.ops.experts import experts_reference
@@ -87,6 +87,13 @@ def test_folder_loads_dequantised(kind: str, plain: Path, folders: dict[str, Pat
         fmt = scheme.format_of(name)
         expected = weight if fmt is None else dequantize(*quantize(weight, fmt))
         assert torch.equal(model.state_dict()[name], expected), name
+
+
+@every_kind
+def test_a_quantised_network_has_as_many_weights(kind: str, plain: Path, folders: dict[str, Path]) -> None:
+    kept = load_model(folders[kind], quantize=kind, group=GROUP[kind])
+    expected = sum(parameter.numel() for parameter in load_model(plain).parameters())
+    assert count_parameters(kept) == count_parameters(load_model(plain)) == expected
 
 
 @every_kind

@@ -8,6 +8,7 @@ goes through, are fp8: that adds 0.8 GB to the 26B's 13.8, loses less, and their
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -100,6 +101,12 @@ def _twin(module: nn.Module, fmt: Format, gated: bool) -> nn.Module:
 def formats_in(model: DiffusionGemma) -> dict[str, Format]:
     """Parameter -> format of what is quantised in this network; empty for a plain one."""
     return {name: module.format for name, module in model.named_modules() if isinstance(module, QuantWeight)}
+
+
+def count_parameters(model: DiffusionGemma) -> int:
+    """How many weights it has, whatever they are stored as: quantised ones are no parameters of torch."""
+    quantised = (math.prod(module.shape) for module in model.modules() if isinstance(module, QuantWeight))
+    return sum(parameter.numel() for parameter in model.parameters()) + sum(quantised)
 
 
 def int8_runs(device: torch.device, dtype: torch.dtype, formats: Iterable[Format | None]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from diffusiongemma.engine import Engine
+from diffusiongemma.model.quantize import count_parameters
 from diffusiongemma.serve.replies import Abilities, Model
 from diffusiongemma.serve.schema import Diffusion
 from diffusiongemma.text.fim import FimTokens
@@ -25,7 +26,7 @@ def describe(engine: Engine, name: str, created: int) -> Model:
         created=created,
         owned_by="diffusiongemma",
         description=EMBEDDED if nano else RANDOM if random else "A DiffusionGemma checkpoint.",
-        parameters=sum(parameter.numel() for parameter in engine.model.parameters()),
+        parameters=count_parameters(engine.model),
         canvas_length=config.canvas_length,
         context_length=config.max_position_embeddings,
         abilities=Abilities(
