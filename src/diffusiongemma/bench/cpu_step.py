@@ -17,12 +17,12 @@ from torch import Tensor
 from diffusiongemma.bench.floor import expected_hit, step_work
 from diffusiongemma.bench.hardware import card_of
 from diffusiongemma.bench.peer import VISION, import_transformers
+from diffusiongemma.bench.subject import folder_of
 from diffusiongemma.bench.timing import Outcome, alternate, machine, median_ratio
 from diffusiongemma.checkpoint import load_model, save_model
 from diffusiongemma.config import ModelConfig
-from diffusiongemma.engine.engine import ASSETS
 from diffusiongemma.model import DiffusionGemma
-from diffusiongemma.model.quantize import describe, formats_in
+from diffusiongemma.model.quantize import count_parameters, describe, formats_in
 
 NANO = "nano"
 
@@ -31,7 +31,7 @@ NANO = "nano"
 def measure_cpu_step(preset: str, prefix: int, rounds: int, peer: str | None, seed: int = 0) -> Outcome:
     model = plain = _network(preset, seed)
     if preset == NANO:
-        model = load_model(ASSETS / NANO)
+        model = load_model(folder_of(NANO))
     config = model.config
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, config.vocab_size, (1, prefix), generator=generator)
@@ -48,7 +48,7 @@ def measure_cpu_step(preset: str, prefix: int, rounds: int, peer: str | None, se
 
     seconds = alternate(contestants, rounds)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
-    parameters = sum(p.numel() for p in plain.parameters())
+    parameters = count_parameters(model)
     rows = [("parameters", f"{parameters / 1e6:.1f} M"), ("prefix + canvas", f"{prefix} + {config.canvas_length}")]
     card, width = card_of(torch.device("cpu")), config.canvas_length
     work = step_work(model, 1, prefix, width, expected_hit(model, width))
@@ -66,14 +66,14 @@ def measure_cpu_step(preset: str, prefix: int, rounds: int, peer: str | None, se
         ratio = median_ratio(seconds[peer], seconds["diffusiongemma"])
         rows += [(f"{peer} : diffusiongemma", f"{ratio:.3f}"), ("largest logit difference", f"{difference:.1e}")]
         result |= {"ratio": round(ratio, 4), "difference": difference}
-    weights = describe(formats_in(model).values()) if formats_in(model) else "float32"
+    weights = "float32" if plain is model else describe(formats_in(model).values())
     return Outcome(f"one denoising step, {preset}, {weights} on {torch.get_num_threads()} threads", rows, result)
 
 
 def _network(preset: str, seed: int) -> DiffusionGemma:
     """In float32: random weights, or those of the embedded model."""
     if preset == NANO:
-        return load_model(ASSETS / NANO, quantize="none")
+        return load_model(folder_of(NANO), quantize="none")
     return DiffusionGemma(ModelConfig.preset(preset, vision_config=VISION)).init_weights(seed).eval()
 
 

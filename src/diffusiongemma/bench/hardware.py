@@ -11,6 +11,7 @@ import torch
 
 from diffusiongemma.bench.timing import synchronise
 from diffusiongemma.ops.cpu import fast_int8
+from diffusiongemma.ops.int8_cpu import sums
 from diffusiongemma.ops.quant import FP8
 
 
@@ -80,7 +81,7 @@ def _multiplying(device: torch.device) -> float:
 def _multiplying_narrow(device: torch.device) -> float | None:
     if device.type == "cpu" and fast_int8():
         size, ones = 512, torch.ones(512, 512, dtype=torch.int8)
-        return 2 * size**3 / _best(lambda: torch._int_mm(ones, ones.t()), device)
+        return 2 * size**3 / _best(lambda: sums(ones, ones), device)
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
         return None
     size = 8192

@@ -65,13 +65,13 @@ class Subject:
             if target.preset in PRESETS:
                 config = ModelConfig.preset(target.preset)
             else:
-                config = ModelConfig.from_pretrained(_folder(target.preset))
+                config = ModelConfig.from_pretrained(folder_of(target.preset))
             scheme = None if kind is None else Scheme.parse(kind, target.group)
             model, tokenizer = random_network(config, scheme, device, dtype, std=STD), byte_tokenizer()
             use_fast_products(model)
             spread(model)
         else:
-            folder = _folder(target.preset)
+            folder = folder_of(target.preset)
             wanted = "bfloat16" if target.quant == "bf16" else "auto"
             model = load_model(folder, str(device), wanted, quantize=kind, group=target.group)
             tokenizer = Tokenizer.from_pretrained(folder)
@@ -150,7 +150,7 @@ def free(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _folder(name: str) -> Path:
+def folder_of(name: str) -> Path:
     if name == "nano":
         from diffusiongemma.engine.engine import ASSETS
 

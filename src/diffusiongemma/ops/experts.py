@@ -34,16 +34,25 @@ def experts_reference(x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor,
 
 def experts_grouped(x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """Same as `experts_reference`. A token's result does not depend on the other tokens, to the bit."""
-    tokens, k = index.shape
-    order = index.flatten().argsort(stable=True)  # [N k] pairs, by expert
-    counts = torch.bincount(index.flatten(), minlength=gate_up.shape[0])  # [E]
+    order, counts = sort_pairs(index, gate_up.shape[0])
     room = -(-int(counts.max()) // ROWS) * ROWS
     balanced = gate_up.shape[0] * room <= MAX_WASTE * len(order)
     way = _all_at_once if balanced else _one_by_one
-    out = way(x[order // k], counts, room, gate_up, down) * weight.flatten()[order, None].to(x.dtype)
+    return join_pairs(way(x[order // index.shape[1]], counts, room, gate_up, down), order, weight)
+
+
+def sort_pairs(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """index [N, k] -> the (token, expert) pairs by expert [N k], and how many each expert has [E]"""
+    picked = index.flatten()
+    return picked.argsort(stable=True), torch.bincount(picked, minlength=experts)
+
+
+def join_pairs(out: Tensor, order: Tensor, weight: Tensor) -> Tensor:
+    """out [N k, D] in this order, weight [N, k] -> [N, D]: the results of each token, weighted and summed"""
+    out = out * weight.flatten()[order, None].to(out.dtype)
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
-    return out[back].view(tokens, k, -1).sum(dim=1)
+    return out[back].view(*weight.shape, -1).sum(dim=1)
 
 
 def _all_at_once(rows: Tensor, counts: Tensor, room: int, gate_up: Tensor, down: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffusiongemma.ops.cpu import fast_int8
-from diffusiongemma.ops.experts import geglu
+from diffusiongemma.ops.experts import geglu, join_pairs, sort_pairs
 from diffusiongemma.ops.linear import linear
 from diffusiongemma.ops.quantized import QuantEmbedding, QuantExperts, QuantLinear, mean_dequantised
 
@@ -61,21 +61,15 @@ def experts_int8(
     x: Tensor, index: Tensor, weight: Tensor, up_q: Tensor, up_s: Tensor, down_q: Tensor, down_s: Tensor
 ) -> Tensor:
     """x [N, D], index and weight [N, k] -> [N, D]; up_q [E, 2 I, D] and down_q [E, D, I] with a scale a row"""
-    tokens, k = index.shape
-    picked = index.flatten()
-    order = picked.argsort(stable=True)  # [N k] pairs, by expert
-    rows, scales = (part[order // k] for part in quantize_rows(x.float()))
-    out = rows.new_empty(tokens * k, down_q.shape[1], dtype=torch.float32)
-    ends = torch.bincount(picked, minlength=up_q.shape[0]).cumsum(0).tolist()
-    for expert, (first, end) in enumerate(pairwise([0, *ends])):
+    order, counts = sort_pairs(index, up_q.shape[0])
+    rows, scales = (part[order // index.shape[1]] for part in quantize_rows(x.float()))
+    out = rows.new_empty(len(order), down_q.shape[1], dtype=torch.float32)
+    for expert, (first, end) in enumerate(pairwise([0, *counts.cumsum(0).tolist()])):
         if first < end:  # experts without tokens are not touched
             part = slice(first, end)
             hidden = geglu(_product(rows[part], scales[part], up_q[expert], up_s[expert]))
             out[part] = _product(*quantize_rows(hidden), down_q[expert], down_s[expert])
-    out.mul_(weight.flatten()[order, None])
-    back = torch.empty_like(out)
-    back[order] = out
-    return back.view(tokens, k, -1).sum(dim=1).to(x.dtype)
+    return join_pairs(out, order, weight).to(x.dtype)
 
 
 def _product(rows: Tensor, row_scale: Tensor, q: Tensor, scale: Tensor) -> Tensor:
