@@ -123,7 +123,7 @@ def skipping_case(table: vocab.Table, unsure: int, flops: float) -> Case:
     def error() -> str:
         args = (hidden, table, rules, CAP, 53.0)
         got, whole = vocab_triton.vocab_end(*args, skip=1e-3), vocab_triton.vocab_end(*args)
-        blocks = weigh_triton.head_blocks(False, 1)
+        blocks = weigh_triton.head_blocks(False, torch.int8)
         weighed = vocab_triton.Weighed(*weigh_triton.weigh_fused(*args[:4], blocks), CAP, False)
         factor, share, _ = vocab_triton.result(rules, weighed)
         parts = soft_triton.Parts(weighed.weights, factor, share, weighed.stats.mass, weighed.tile, False)
@@ -148,7 +148,7 @@ def vocab_cases() -> Iterator[Case]:
     yield Case("torch soft bf16", lambda: probs @ weight, V * D * 2 + weights, flops)
 
     def weigh(table: vocab.Table, rules: vocab.Rules = rules, x: Tensor = hidden, few: bool = False):
-        blocks = weigh_triton.head_blocks(few, table.weight.element_size())
+        blocks = weigh_triton.head_blocks(few, table.weight.dtype)
         return lambda: weigh_triton.weigh_fused(x, table, rules, CAP, blocks)
 
     yield Case("head fused bf16", weigh(plain), V * D * 2 + weights, flops)
@@ -431,7 +431,7 @@ def sweep_vocab_cases() -> Iterator[Case]:
     yield head("bf16", table, heads[0], True)
     parts = even_parts(
         vocab_triton.Weighed(
-            *weigh_triton.weigh_fused(hidden, table, rules, CAP, weigh_triton.head_blocks(False, 2)), CAP, False
+            *weigh_triton.weigh_fused(hidden, table, rules, CAP, weigh_triton.head_blocks(False, BF16)), CAP, False
         )
     )
     eight, other = vocab.make_table(weight, "int8", soft=True), vocab.make_table(weight, "fp8")

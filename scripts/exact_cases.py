@@ -19,7 +19,7 @@ from exact_shapes import Inputs, Shapes
 from torch import Tensor
 
 from diffusiongemma.model.backend import VENDOR_ROWS, Ops
-from diffusiongemma.ops.fused import Rows, rope_frequency
+from diffusiongemma.ops.fused import Rows, rope_frequency, summed
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.routing import Routing
 from diffusiongemma.ops.tiles import block_rows
@@ -73,12 +73,14 @@ def _norms(n: int, shapes: Shapes, inputs: Inputs, quant: torch.dtype | None) ->
         "after_attention", size, _label(quant), lambda ops: ops.after_attention(x, a, *w[:3], eps, quant),
         lambda got: small.after_attention(got, x, a, w[:3], eps, quant),
     )  # fmt: skip
-    joined = (x, a, b, (w[0], w[1], w[2]), scalar, w[3], eps)
-    for to in dict.fromkeys((quant, None)):  # the last layer's goes to the head as it is
-        yield Case(
-            "after_feed_forward", size, _label(to), lambda ops, to=to: ops.after_feed_forward(*joined, to),
-            lambda got, to=to: small.after_feed_forward(got, *joined, to),
-        )  # fmt: skip
+    pairs = inputs.randn(n * shapes.config.top_k_experts, width, std=0.7)
+    for name, sparse in (("after_feed_forward", pairs), ("after_feed_forward, summed", b)):
+        joined = (x, a, sparse, (w[0], w[1], w[2]), scalar, w[3], eps)
+        for to in dict.fromkeys((quant, None)):  # the last layer's goes to the head as it is
+            yield Case(
+                name, size, _label(to), lambda ops, to=to, joined=joined: ops.after_feed_forward(*joined, to),
+                lambda got, to=to, joined=joined: small.after_feed_forward(got, *joined, to),
+            )  # fmt: skip
     for dtype in (FP8, torch.int8):
         yield Case(
             "quantize_rows", size, _label(dtype), lambda ops, dtype=dtype: Rows(*ops.quantize_rows(x, dtype)),
@@ -197,7 +199,7 @@ def _experts(kind: str, shapes: Shapes, inputs: Inputs) -> Iterator[Case]:
 
         def call(ops: Ops, x: Tensor = x, index: Tensor = index, weight: Tensor = weight) -> tuple[Tensor, Rows]:
             given = ops.rows_for(Rows(x), up.kept)
-            return ops.experts(given, index, weight, up.kept, down.kept), given
+            return summed(ops.experts(given, index, weight, up.kept, down.kept), len(x)), given
 
         def parts(
             got: tuple[Tensor, Rows], x: Tensor = x, index: Tensor = index, weight: Tensor = weight

@@ -81,12 +81,14 @@ def after_feed_forward(
     got: tuple[Tensor, Rows], x: Tensor, dense: Tensor, sparse: Tensor, weights: tuple[Tensor, Tensor, Tensor],
     scalar: Tensor, following: Tensor, eps: float, quant: torch.dtype | None,
 ) -> list[Part]:  # fmt: skip
-    one, two = norm(dense.double(), weights[0], eps), norm(sparse.double(), weights[1], eps)
+    pairs = sparse.double().view(len(x), -1, x.shape[1]).sum(dim=1)
+    one, two = norm(dense.double(), weights[0], eps), norm(pairs, weights[1], eps)
     both = one + two
     factor = weights[2].double() / (both.square().mean(dim=-1, keepdim=True) + eps).sqrt()
     total = x.double() + both * factor
-    # Any of these may be rounded to bfloat16 on the way: both norms, their sum, its norm, the sum with x.
-    bound = together(to_bf16(one), to_bf16(two), to_bf16(both)) * factor.abs()
+    # Any of these may be rounded to bfloat16 on the way: the sum over experts, both norms, their sum, its norm, the
+    # sum with x.
+    bound = together(to_bf16(one), to_bf16(two), to_bf16(two), to_bf16(both)) * factor.abs()
     bound = together(bound, to_bf16(both * factor), to_bf16(total), sum_float32(x.shape[-1]) * both * factor)
     want, bound = total * scalar.double(), together(bound * scalar.double().abs(), to_bf16(total * scalar.double()))
     return [

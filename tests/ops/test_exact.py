@@ -101,7 +101,7 @@ def test_what_only_a_card_is_asked() -> None:
 def test_what_the_limits_say_of_the_kernels_is_so() -> None:
     assert soft_triton.FP8_TOP.value == exact_limits.SOFT_TOP
     assert soft_triton.FP8_STEPS * soft_triton.soft_blocks(1).depth == exact_limits.SOFT_RUN
-    assert weigh_triton.head_blocks(False, 1).vocab * exact_limits.FP32 < exact_limits.SUM_PLAIN
+    assert weigh_triton.head_blocks(False, torch.float8_e4m3fn).vocab * exact_limits.FP32 < exact_limits.SUM_PLAIN
 
 
 # ---- what is wrong is told -----------------------------------------------------------------------------------------

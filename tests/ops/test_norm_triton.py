@@ -10,6 +10,7 @@ from diffusiongemma.model.cache import CacheRow
 from diffusiongemma.model.layers import Layer, Pass
 from diffusiongemma.ops import attention_cached, fused, heads_triton, norm_triton, router_triton
 from diffusiongemma.ops.attention_cached import New, Prefix
+from diffusiongemma.ops.experts_triton import combine
 from diffusiongemma.ops.norm import rms_norm
 from diffusiongemma.ops.quant import FP8
 
@@ -50,10 +51,12 @@ def test_norms_with_what_surrounds_them(dtype, quant) -> None:
     x, dense, sparse, *weights = (randn(4, 72, dtype=dtype, seed=i) for i in range(7))
     weights = [w[0] for w in weights]
     scalar = torch.tensor([0.7], device=DEVICE, dtype=dtype)
+    pairs = randn(4 * 3, 72, dtype=dtype, seed=8)
     for name, args in (
         ("norm_rows", (x, weights[0])),
         ("after_attention", (x, dense, *weights[:3])),
         ("after_feed_forward", (x, dense, sparse, tuple(weights[:3]), scalar, weights[3])),
+        ("after_feed_forward", (x, dense, pairs, tuple(weights[:3]), scalar, weights[3])),
     ):
         got, want = (getattr(module, name)(*args, EPS, quant) for module in (norm_triton, fused))
         pairs = [(got, want)] if name == "norm_rows" else list(zip(got, want, strict=True))
@@ -64,6 +67,16 @@ def test_norms_with_what_surrounds_them(dtype, quant) -> None:
                 close(one.values, other.values, dtype, 2)
             else:
                 close_rows(one, other, quant)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_pairs_are_summed_in_order_and_rounded_as_if_they_had_been_stored(dtype) -> None:
+    x, dense, *weights = (randn(3, 72, dtype=dtype, seed=i) for i in range(6))
+    pairs, scalar = randn(3 * 8, 72, dtype=dtype, seed=9), torch.ones(1, device=DEVICE, dtype=dtype)
+    rest = (tuple(w[0] for w in weights[:3]), scalar, weights[3][0], EPS)
+    got, want = (norm_triton.after_feed_forward(x, dense, s, *rest) for s in (pairs, combine(pairs, 8)))
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1].values, want[1].values)
 
 
 @pytest.mark.parametrize("quant", [torch.int8, FP8])

@@ -231,7 +231,7 @@ def test_what_is_skipped_is_bounded(dtype, kind, soft, coldest) -> None:
         rounding = 0.02 * norm if dtype == BF16 else 1e-5 * norm
         assert (got.soft.double() - whole.soft.double()).norm(dim=1).max() <= skip * norm + rounding
     # and it does skip
-    weighed = weigh_triton.weigh_fused(*args[:4], weigh_triton.head_blocks(False, 4))
+    weighed = weigh_triton.weigh_fused(*args[:4], weigh_triton.head_blocks(False, torch.float32))
     factor, share, _ = vocab_triton.result(rules, vocab_triton.Weighed(*weighed, CAP, False))
     parts = soft_triton.Parts(weighed[0], factor, share, weighed[1].mass, weighed[2], False)
     counts = [int(soft_triton.needed(parts, skip, 32).tiles.sum()) for skip in (1e-12, 1e-3, 0.03)]

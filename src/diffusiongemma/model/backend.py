@@ -46,7 +46,8 @@ class Ops:
     attend: Callable[..., Rows]  # `attend_rows`: rounded for the next product, and kept in the cache where asked
     linear: Callable[[Rows, Weight], Tensor]  # x [N, K], weight of [O, K] -> [N, O]
     geglu: Callable[[Rows, Weight], Rows]  # x [N, K], weight of [2 O, K] -> [N, O], in fp8 where x is
-    experts: Callable[[Rows, Tensor, Tensor, Weight, Weight], Tensor]  # x, index, weight [N, k], up, down -> [N, D]
+    # x, index, weight [N, k], up, down -> [N m, D]: a row for each of a token's experts, or (m = 1) their sum
+    experts: Callable[[Rows, Tensor, Tensor, Weight, Weight], Tensor]
     vocab_end: Callable[..., Reading]  # `few`: one position a row; `coldest`: no temperature is below it
     draws: Callable[..., tuple[Tensor, Tensor]]
     few: int = 0  # up to so many rows, products take them as they are
@@ -96,11 +97,10 @@ def _like(x: Rows, hidden: Rows) -> Rows:
 
 
 def _torch_experts(x: Rows, index: Tensor, weight: Tensor, up: Weight, down: Weight) -> Tensor:
-    experts, k = up[0].shape[0], index.shape[1]
+    experts = up[0].shape[0]
     plan = routing.route(index, experts, block_rows(index.numel(), experts))
     hidden = _like(x, product.product(x, *up, gated=True, routing=plan))
-    pairs = product.product(hidden, *down, routing=plan, share=weight.flatten()).values
-    return pairs.view(-1, k, pairs.shape[1]).float().sum(dim=1).to(pairs.dtype)
+    return product.product(hidden, *down, routing=plan, share=weight.flatten()).values
 
 
 def _torch_vocab_end(
@@ -168,7 +168,7 @@ def triton_ops(exact: bool = False, few: bool = True) -> Ops:
         return linear_triton.geglu_linear(x, *weight)
 
     def experts(x: Rows, index: Tensor, weight: Tensor, up: Weight, down: Weight) -> Tensor:
-        return experts_triton.experts_rows(x, index, weight, *up, *down, few=few_rows > 0)
+        return experts_triton.experts_pairs(x, index, weight, *up, *down, few=few_rows > 0)
 
     def vocab_end(
         hidden: Tensor,

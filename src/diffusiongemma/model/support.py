@@ -11,7 +11,7 @@ from diffusiongemma.model.backend import Ops, Weight
 from diffusiongemma.model.fused import FusedLayer
 from diffusiongemma.model.network import DiffusionGemma
 from diffusiongemma.ops import kernels, quantized
-from diffusiongemma.ops.fused import Rows
+from diffusiongemma.ops.fused import Rows, summed
 from diffusiongemma.ops.quantized import QuantEmbedding, QuantWeight
 
 
@@ -83,6 +83,7 @@ def prepare(model: DiffusionGemma, ops: Ops) -> list[str]:
 
     def experts(x: Tensor, index: Tensor, weight: Tensor, *parts: Tensor) -> Tensor:
         up, down = (parts[0], parts[1]), (parts[2], parts[3])
-        return ops.experts(ops.rows_for(Rows(x.contiguous()), up), index, weight.float(), up, down)
+        pairs = ops.experts(ops.rows_for(Rows(x.contiguous()), up), index, weight.float(), up, down)
+        return summed(pairs, len(x))
 
     return quantized.use_kernels(model, linear, experts)

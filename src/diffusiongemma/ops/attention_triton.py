@@ -47,10 +47,10 @@ def blocks_for(head_dim: int, one: bool, itemsize: int = 2) -> Blocks:
     """`one`: every row has one new token; then reading the cache is all there is, and many programs share it"""
     if one:
         return Blocks(16, 64, 16, 4, 3) if head_dim <= 256 else Blocks(16, 32, 64, 4, 3)
-    # The fewer blocks of queries, the less often keys and values go from the cache of the card to its multiprocessors.
-    # Two stages would not do: the next tile is asked for only at the end of a step.
+    # Small blocks, several on a multiprocessor: one multiplies while another waits for its keys. Two stages would not
+    # do: the next tile is asked for only at the end of a step.
     wide = head_dim * itemsize > 512
-    return Blocks(32, 32, 4, 4, 2) if wide else Blocks(128, 64, 4, 8, 3)
+    return Blocks(32, 32, 4, 4, 2) if wide else Blocks(64, 32, 4, 4, 3)
 
 
 def supported(q: Tensor, prefix: Prefix) -> str | None:

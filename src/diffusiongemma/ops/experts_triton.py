@@ -68,15 +68,23 @@ def down(hidden: Rows, routing: Routing, share: Tensor, w: Tensor, scale: Tensor
     return product(hidden, w, scale, routing=routing, share=share.flatten()).values
 
 
-def experts_rows(x: Rows, index: Tensor, weight: Tensor, up_q: Tensor, up_scale: Tensor | None, down_q: Tensor,
-                 down_scale: Tensor | None, few: bool = False) -> Tensor:  # fmt: skip
-    """x [N, D], index and weight [N, k] -> [N, D]; `few`: a few tokens take another way, with other bits"""
+def experts_pairs(x: Rows, index: Tensor, weight: Tensor, up_q: Tensor, up_scale: Tensor | None, down_q: Tensor,
+                  down_scale: Tensor | None, few: bool = False) -> Tensor:  # fmt: skip
+    """x [N, D], index and weight [N, k] -> [N k, D]: a row for each of a token's experts, which who reads it sums.
+    `few`: a few tokens take another way, with other bits, and get their sums [N, D]"""
     if few and len(index) <= few_triton.FEW:
         return few_triton.experts_few(x, index, weight, up_q, up_scale, down_q, down_scale)
     experts = up_q.shape[0]
     routing = route(index, experts, block_rows(index.numel(), experts, format_of(up_q)))
     hidden = gate_up(rows_for(x, up_q), routing, up_q, up_scale)
-    return combine(down(hidden, routing, weight.float(), down_q, down_scale), index.shape[1])
+    return down(hidden, routing, weight.float(), down_q, down_scale)
+
+
+def experts_rows(x: Rows, index: Tensor, weight: Tensor, up_q: Tensor, up_scale: Tensor | None, down_q: Tensor,
+                 down_scale: Tensor | None, few: bool = False) -> Tensor:  # fmt: skip
+    """As `experts_pairs`, summed: -> [N, D]"""
+    pairs = experts_pairs(x, index, weight, up_q, up_scale, down_q, down_scale, few)
+    return pairs if len(pairs) == len(index) else combine(pairs, index.shape[1])
 
 
 def experts_quantised(x: Tensor, index: Tensor, weight: Tensor, up_q: Tensor, up_scale: Tensor | None, down_q: Tensor,

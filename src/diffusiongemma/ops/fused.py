@@ -59,14 +59,27 @@ def after_feed_forward(
     eps: float,
     quant: torch.dtype | None = None,
 ) -> tuple[Tensor, Rows]:
-    """x, dense, sparse [N, D] -> the layer's output, and its norm, with which the next layer (or the head) begins.
+    """x, dense [N, D], sparse [N m, D] -> the layer's output, and its norm, with which the next layer (or the head)
+    begins. A token's m rows of `sparse`, its experts' one by one or their sum, are summed in order.
 
     `weights`: [D] each, of the norms after the dense MLP, after the experts, and after their sum; scalar [1].
     """
     after_dense, after_sparse, after_sum = weights
+    sparse = summed(sparse, len(x))
     both = rms_norm(dense, after_dense, eps) + rms_norm(sparse, after_sparse, eps)
     x = (x + rms_norm(both, after_sum, eps)) * scalar
     return x, norm_rows(x, following, eps, quant)
+
+
+def summed(pairs: Tensor, tokens: int) -> Tensor:
+    """pairs [N m, D] -> each token's sum [N, D], made in float32 or wider, one after another"""
+    if len(pairs) == tokens:
+        return pairs
+    wide = pairs.to(torch.promote_types(pairs.dtype, torch.float32)).view(tokens, -1, pairs.shape[1])
+    total = wide[:, 0]
+    for slot in range(1, wide.shape[1]):
+        total = total + wide[:, slot]
+    return total.to(pairs.dtype)
 
 
 # ---- heads -------------------------------------------------------------------------------------------------------

@@ -151,7 +151,7 @@ def _after_attention_kernel(
 @triton.jit
 def _after_feed_forward_kernel(
     x, dense, sparse, after_dense, after_sparse, after_sum, scalar, following, x_out, out, scale, width, eps,
-    LIMIT: tl.constexpr, PIECE: tl.constexpr, HOPPER: tl.constexpr,
+    M: tl.constexpr, LIMIT: tl.constexpr, PIECE: tl.constexpr, HOPPER: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     w_dense, w_sparse = _load(after_dense, width, PIECE), _load(after_sparse, width, PIECE)
@@ -159,8 +159,13 @@ def _after_feed_forward_kernel(
     factor = tl.load(scalar).to(tl.float32)
     ready(HOPPER)
     d = _load(dense + row * width, width, PIECE)
-    s = _load(sparse + row * width, width, PIECE)
     y = _load(x + row * width, width, PIECE)
+    s = _load(sparse + row * M * width, width, PIECE)
+    if M > 1:  # the token's experts, in order; their sum is rounded as if it had been stored
+        total = _wide(s)
+        for slot in tl.static_range(1, M):
+            total = _sum(total, _wide(_load(sparse + (row * M + slot) * width, width, PIECE)))
+        s = _stored(total, x_out)
     both = _weighed(_normed(_wide(d), width, eps), w_dense)
     both = _sum(both, _weighed(_normed(_wide(s), width, eps), w_sparse))
     y = _sum(_wide(y), _weighed(_normed(both, width, eps), w_sum))
@@ -219,7 +224,7 @@ def after_feed_forward(
     x_out, out = torch.empty_like(x), _rows(x, quant)
     _launch(
         _after_feed_forward_kernel, x, x, dense, sparse, *weights, scalar, following, x_out, out.values, out.scale,
-        x.shape[1], eps, LIMIT=_limit(quant),
+        x.shape[1], eps, M=len(sparse) // len(x), LIMIT=_limit(quant),
     )  # fmt: skip
     return x_out, out
 

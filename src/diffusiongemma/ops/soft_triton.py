@@ -2,8 +2,8 @@
 """The soft embedding: the weights of all tokens times their embeddings, which the next step is conditioned on.
 
 The product sums over the vocabulary (262,144 terms for 256 x 2,816 numbers), so it is split along it: with six parts,
-tiles of 128 x 256 fill the 132 multiprocessors of an H200 exactly, for any number of users. The parts are then
-added in order, so the result does not change from run to run or with the batch.
+tiles of 128 x 256 or 256 x 128 fill the 132 multiprocessors of an H200 exactly, for 256 positions or a multiple. The
+parts are then added in order, so the result does not change from run to run or with the batch.
 
 Legend: N positions, D hidden, V vocabulary, T tiles of the weights (`vocab_triton`), S parts of the sum.
 """
@@ -51,8 +51,9 @@ class Parts(NamedTuple):
 
 
 def soft_blocks(itemsize: int) -> Blocks:
-    # float32 has no tensor cores: for tests
-    return Blocks(32, 64, 64, 4, 2) if itemsize == 4 else Blocks(128, 256, 128 // itemsize, 8, 4)
+    if itemsize == 4:  # no tensor cores: for tests
+        return Blocks(32, 64, 64, 4, 2)
+    return Blocks(128, 256, 64, 8, 4) if itemsize == 2 else Blocks(256, 128, 128, 8, 4)
 
 
 @triton.jit(do_not_specialize=["rows"])

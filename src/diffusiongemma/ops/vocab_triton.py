@@ -151,9 +151,7 @@ def vocab_end(
         x = hidden[first : first + CHUNK]
         part = rules.rows(first, first + CHUNK).contiguous()
         if how == "fused":
-            weights, stats, tile = weigh_fused(
-                x, table, part, cap, head_blocks(few, table.weight.element_size()), fixed
-            )
+            weights, stats, tile = weigh_fused(x, table, part, cap, head_blocks(few, table.weight.dtype), fixed)
         else:
             weights, stats, tile = weigh_library(x, table, part, cap, fixed)
         weighed = Weighed(weights, stats, tile, cap, fixed)

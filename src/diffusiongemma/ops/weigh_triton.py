@@ -40,12 +40,15 @@ class Blocks(NamedTuple):
     resident: int = 1  # programs on a multiprocessor
 
 
-def head_blocks(few: bool, itemsize: int) -> Blocks:
-    # 128 x 256 numbers are what two warp groups hold in registers; of few rows, reading the table is all there is.
-    if itemsize == 4:  # no tensor cores: for tests
+def head_blocks(few: bool, dtype: torch.dtype) -> Blocks:
+    """For a table of this dtype"""
+    if dtype.itemsize == 4:  # no tensor cores: for tests
         return Blocks(32, 128, 64, 4, 2)
-    # Many small programs keep more of the table on its way than one that goes through it.
-    return Blocks(16, 128, 256 // itemsize, 4, 5, 16) if few else Blocks(128, 256, 128 // itemsize, 8, 4)
+    if few:  # reading the table is all there is: many small programs keep more of it on its way
+        return Blocks(16, 128, 256 // dtype.itemsize, 4, 5, 16)
+    if dtype == torch.int8:  # two programs on a multiprocessor: one multiplies while the other makes its weights
+        return Blocks(128, 128, 128, 4, 3, 2)
+    return Blocks(128, 256, 128 // dtype.itemsize, 8, 4)  # what two warp groups hold in registers
 
 
 @triton.jit
