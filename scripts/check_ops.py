@@ -41,6 +41,7 @@ import exact_chain
 from exact_cases import DENSE, Case, Sort, layer_cases
 from exact_ends import attention_cases, vocab_cases
 from exact_limits import Verdict, judge
+from exact_one import one_cases
 from exact_shapes import Inputs, Shapes, shapes_of
 
 from diffusiongemma.model.backend import Ops, triton_ops
@@ -71,6 +72,7 @@ def cases_of(
     return [
         *layer_cases(kind, shapes, inputs, sort, vendor=card and not exact),
         *attention_cases(kind, shapes, inputs, few, alone=card),
+        *one_cases(kind, shapes, inputs),
         *vocab_cases(kind, shapes, inputs, alone=card, exact=exact),
     ]
 

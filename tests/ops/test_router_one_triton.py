@@ -1,4 +1,4 @@
-"""From attention to the chosen experts in one kernel, against the chain of torch functions and that of single kernels."""
+"""From attention to the chosen experts in one kernel, against chains of torch functions and of single kernels."""
 
 from ops.triton_cpu import DEVICE  # isort: skip
 

@@ -102,7 +102,7 @@ def _joined(part, part_top, part_total, first, works, G: tl.constexpr, DH: tl.co
 
 
 @triton.jit(do_not_specialize=["slots", "window"])
-def one_kernel(
+def attend_one_kernel(
     qkv, q_weight, k_weight, cos, sin, keys, values, rows, lengths, begin, part, part_top, part_total, counters, out,
     slots, window, row_stride, head_stride, slot_stride, eps, H: tl.constexpr, K: tl.constexpr, DH: tl.constexpr,
     SHARED: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr, ALONE: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -186,9 +186,9 @@ def attend(
     top, whole = torch.empty(2, parts, heads // kv_heads, dtype=torch.float32, device=qkv.device)
     out = torch.empty(tokens, heads * head_dim, dtype=qkv.dtype, device=qkv.device)
     run(
-        one_kernel, parts, qkv.contiguous(), q_weight, k_weight, cos, sin, prefix.keys, prefix.values, prefix.row,
-        prefix.length, new.begin, part, top, whole, counters, out, slots, window or 0, *prefix.keys.stride()[:3], eps,
-        H=heads, K=kv_heads, DH=head_dim, SHARED=total == heads + kv_heads, WINDOW=window is not None,
-        PARTS=s.parts, ALONE=s.alone, BLOCK_N=s.keys, num_warps=s.warps, num_stages=s.stages,
+        attend_one_kernel, parts, qkv.contiguous(), q_weight, k_weight, cos, sin, prefix.keys, prefix.values,
+        prefix.row, prefix.length, new.begin, part, top, whole, counters, out, slots, window or 0,
+        *prefix.keys.stride()[:3], eps, H=heads, K=kv_heads, DH=head_dim, SHARED=total == heads + kv_heads,
+        WINDOW=window is not None, PARTS=s.parts, ALONE=s.alone, BLOCK_N=s.keys, num_warps=s.warps, num_stages=s.stages,
     )  # fmt: skip
     return out

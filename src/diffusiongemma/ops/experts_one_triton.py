@@ -10,6 +10,8 @@ Legend: as in `few_triton`; D hidden; names of the dense MLP have a D in front.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -20,7 +22,8 @@ from diffusiongemma.ops.few_triton import Plan, few_tile, kept_as, plan
 from diffusiongemma.ops.fused import Rows
 from diffusiongemma.ops.last_triton import is_last
 from diffusiongemma.ops.norm_triton import fed, limit_of, load_row, piece_for, rows_like
-from diffusiongemma.ops.one import Ends, Weight
+from diffusiongemma.ops.one import Ends
+from diffusiongemma.ops.product import Weight
 
 REGISTERS = 80  # of a thread: what the products need. One program a token ends the layer and would like 150.
 
@@ -104,9 +107,10 @@ def feed_forward(
     return x_out, rows
 
 
-def _constants(sparse: Plan, inputs: int, dense: Plan, dense_inputs: int) -> dict[str, int | str]:
-    own = dict(FORMAT=sparse.fmt, GROUP=sparse.group, TILES=sparse.tiles, BO=sparse.piece.outputs)
-    other = dict(DFORMAT=dense.fmt, DGROUP=dense.group, DTILES=dense.tiles, DBO=dense.piece.outputs)
-    own |= dict(K=inputs, O=sparse.width, STEP=sparse.piece.step)
-    other |= dict(DK=dense_inputs, DO=dense.width, DSTEP=dense.piece.step)
-    return {**own, **other, "STAGES": sparse.piece.stages, "num_warps": sparse.piece.warps}
+def _constants(sparse: Plan, inputs: int, dense: Plan, dense_inputs: int) -> dict[str, Any]:
+    return dict(
+        K=inputs, O=sparse.width, FORMAT=sparse.fmt, GROUP=sparse.group, TILES=sparse.tiles, BO=sparse.piece.outputs,
+        STEP=sparse.piece.step, DK=dense_inputs, DO=dense.width, DFORMAT=dense.fmt, DGROUP=dense.group,
+        DTILES=dense.tiles, DBO=dense.piece.outputs, DSTEP=dense.piece.step, STAGES=sparse.piece.stages,
+        num_warps=sparse.piece.warps,
+    )  # fmt: skip

@@ -41,8 +41,9 @@ class Piece:
 def few_tile(pid, x, x_scale, w, w_scale, index, share, out, K: tl.constexpr, O: tl.constexpr, TOP_K: tl.constexpr,
              FORMAT: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr, ROUTED: tl.constexpr, TILES: tl.constexpr,
              BO: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
-    """Tile `pid` of a product, TILES a row. w of [E, O or 2 O, K]. ROUTED "no": x [N, K] -> out [N, O]. "in": x [N, K], index
-    [N, k] -> a row a pair [N k, O]. "out": x [N k, K] -> out [N, O], sums over a token's pairs times share [N, k]."""
+    """Tile `pid` of a product, TILES a row of the result. w of [E, O or 2 O, K]. ROUTED "no": x [N, K] -> out [N, O].
+    "in": x [N, K], index [N, k] -> a row a pair [N k, O]. "out": x [N k, K] -> out [N, O], sums over a token's pairs
+    times share [N, k]."""
     ROWS: tl.constexpr = 2 * O if GATED else O
     SLOTS: tl.constexpr = TOP_K if ROUTED == "out" else 1
     STEPS: tl.constexpr = (K + STEP - 1) // STEP

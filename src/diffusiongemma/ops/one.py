@@ -18,9 +18,8 @@ from torch import Tensor
 
 from diffusiongemma.ops.attention_cached import New, Prefix
 from diffusiongemma.ops.fused import Rows
+from diffusiongemma.ops.product import Weight
 from diffusiongemma.ops.rope import Rope
-
-Weight = tuple[Tensor, Tensor | None]  # numbers, scale or None
 
 
 class Router(NamedTuple):

@@ -58,7 +58,7 @@ def _picked(scores, per_expert, index, weight, E: tl.constexpr, TOP: tl.constexp
 
 
 @triton.jit
-def after_attention_route_kernel(
+def route_one_kernel(
     x, branch, post, dense, sparse, proj, scale, per_expert, x_out, dense_out, dense_scale, sparse_out, sparse_scale,
     scores, index, weight, counters, width, eps, E: tl.constexpr, EACH: tl.constexpr, TOP: tl.constexpr,
     SLOTS: tl.constexpr, LIMIT: tl.constexpr, PIECE: tl.constexpr, HOPPER: tl.constexpr,
@@ -110,7 +110,7 @@ def route(
     weight = torch.empty(tokens, k, dtype=torch.float32, device=x.device)
     each, piece = min(EACH, experts // 2), piece_for(width)
     run(
-        after_attention_route_kernel, tokens * (experts // each), x.contiguous(), branch.contiguous(), *norms,
+        route_one_kernel, tokens * (experts // each), x.contiguous(), branch.contiguous(), *norms,
         *router[:3], x_out, to_dense.values, to_dense.scale, to_sparse.values, to_sparse.scale, scores, index, weight,
         counters, width, eps, E=experts, EACH=each, TOP=k, SLOTS=triton.next_power_of_2(k), LIMIT=limit_of(quant),
         PIECE=piece, num_warps=max(4, warps_for(piece)),
