@@ -25,7 +25,7 @@ from diffusiongemma.ops.norm_triton import fed, limit_of, load_row, piece_for, r
 from diffusiongemma.ops.one import Ends
 from diffusiongemma.ops.product import Weight
 
-REGISTERS = 80  # of a thread: what the products need. One program a token ends the layer and would like 150.
+REGISTERS = 96  # of a thread: what the products need. One program a token ends the layer and would like 150.
 
 
 @triton.jit

@@ -38,8 +38,14 @@ def supported(x: Tensor) -> str | None:
 
 
 @triton.jit
-def load_row(x, width, PIECE: tl.constexpr, CACHE: tl.constexpr = ""):
+def load_row(x, width, PIECE: tl.constexpr):
     """A row, [PIECE] three times, as it is stored"""
+    return _load_by(x, width, PIECE, "")
+
+
+@triton.jit
+def _load_by(x, width, PIECE: tl.constexpr, CACHE: tl.constexpr):
+    """The same by a cache; not as a default: Triton 3.6 has none for constants"""
     d = tl.arange(0, PIECE)
     return (
         tl.load(x + d, mask=d < width, other=0.0, cache_modifier=CACHE),
@@ -167,8 +173,8 @@ def _after_feed_forward_kernel(
 def fed(x, dense, sparse, w_dense, w_sparse, w_sum, w_next, factor, x_out, out, scale, row, width, eps,
         LIMIT: tl.constexpr, PIECE: tl.constexpr, CACHE: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
     """One row of `after_feed_forward`; CACHE: how the two contributions are read"""
-    d = load_row(dense + row * width, width, PIECE, CACHE)
-    s = load_row(sparse + row * width, width, PIECE, CACHE)
+    d = _load_by(dense + row * width, width, PIECE, CACHE)
+    s = _load_by(sparse + row * width, width, PIECE, CACHE)
     y = load_row(x + row * width, width, PIECE)
     both = weighed(normed(wide(d), width, eps), w_dense)
     both = added(both, weighed(normed(wide(s), width, eps), w_sparse))
