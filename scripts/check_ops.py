@@ -12,7 +12,8 @@ result is outside its limit, an operation fails, or one of `Ops` is never called
 Triton's interpreter, on small shapes.
 
 --memcheck calls every kernel once, on small shapes and without references. --chain compares no numbers: does a whole
-pass give the same bits again, with a wait after every operation, and with kernels that never begin early?
+pass give the same bits again, with a wait after every operation, and with kernels that never begin early? And tokens
+one by one, a few rows at once?
 """
 
 from __future__ import annotations

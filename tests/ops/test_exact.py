@@ -339,8 +339,13 @@ def test_the_chain(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
         assert script.main(["--chain", "--kind", "fp8"]) == code
         return capsys.readouterr().out.splitlines()
 
-    assert len(told := lines(torch_ops(), 0)) >= 4
+    assert len(told := lines(torch_ops(), 0)) >= 7
     assert all(line.endswith(": yes") for line in told)
+    draws = iter(range(1000))
+    attend = later(TWINS.attend_one, lambda mixed: mixed * (1 + next(draws) / 8))
+    told = lines(replace(torch_ops(), attend_one=attend, few=4), 1)
+    assert "fp8: the same bits again: yes" in told
+    assert "fp8: the same bits of tokens one by one again: NO" in told
     calls = iter(range(1000))
     restless = later(TWINS.norm_rows, lambda rows: scaled(rows, 1 + next(calls) / 8))
     told = lines(replace(torch_ops(), norm_rows=restless), 1)
