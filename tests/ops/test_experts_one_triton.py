@@ -61,10 +61,11 @@ def test_equals_both_chains(kind: str, quant: torch.dtype | None, tokens: int) -
     x, rows = experts_one_triton.feed_forward(*args, counters)
     assert not counters.any()
     chain_x, chain_rows = KERNELS(*args, counters)
-    assert torch.equal(x, chain_x)
-    assert torch.equal(rows.values.float(), chain_rows.values.float())
-    if quant is not None:
-        assert torch.equal(rows.scale, chain_rows.scale)
+    if DEVICE.type == "cpu":  # a card sums a norm as its warps lie, and of so narrow rows they lie otherwise
+        assert torch.equal(x, chain_x)
+        assert torch.equal(rows.wide(), chain_rows.wide())
+    assert error(Rows(x), Rows(chain_x)) < 3e-3
+    assert error(rows, chain_rows) < (2e-2 if quant else 5e-3)
     want_x, want_rows = DEFINITION(*args, counters)
     assert x.dtype == want_x.dtype
     # The definition rounds what lies between two products where their rows are in fp8.
