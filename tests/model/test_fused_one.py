@@ -21,6 +21,7 @@ from diffusiongemma.model.support import prepare
 from diffusiongemma.ops import one
 from diffusiongemma.ops.attention_cached import New
 
+pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="on a card: check_runner.py, check_ops.py --chain")
 CONFIG = ModelConfig.preset(
     "tiny", vocab_size=96, hidden_size=128, intermediate_size=64, moe_intermediate_size=64, num_hidden_layers=2,
     sliding_window=12, num_experts=16, layer_types=("sliding_attention", "full_attention"),
