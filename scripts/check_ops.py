@@ -12,7 +12,8 @@ result is outside its limit, an operation fails, or one of `Ops` is never called
 Triton's interpreter, on small shapes.
 
 --memcheck calls every kernel once, on small shapes and without references. --chain compares no numbers: does a whole
-pass give the same bits again, with a wait after every operation, and with kernels that never begin early?
+pass give the same bits again, with a wait after every operation, and with kernels that never begin early? And tokens
+one by one, a few rows at once?
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ import exact_chain
 from exact_cases import DENSE, Case, Sort, layer_cases
 from exact_ends import attention_cases, vocab_cases
 from exact_limits import Verdict, judge
+from exact_one import one_cases
 from exact_shapes import Inputs, Shapes, shapes_of
 
 from diffusiongemma.model.backend import Ops, triton_ops
@@ -71,6 +73,7 @@ def cases_of(
     return [
         *layer_cases(kind, shapes, inputs, sort, vendor=card and not exact),
         *attention_cases(kind, shapes, inputs, few, alone=card),
+        *one_cases(kind, shapes, inputs),
         *vocab_cases(kind, shapes, inputs, alone=card, exact=exact),
     ]
 

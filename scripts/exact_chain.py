@@ -1,4 +1,5 @@
-"""One prompt pass and one denoising pass: the same bits again, whatever is waited for? For `check_ops.py --chain`.
+"""One prompt pass, one denoising pass, and tokens one by one: the same bits again, whatever is waited for? For
+`check_ops.py --chain`.
 
 A kernel that is launched early and reads too soon, or a sum whose order chance decides, shows here as other bits.
 """
@@ -22,6 +23,8 @@ from diffusiongemma.ops import kernels
 from diffusiongemma.ops.attention_cached import New
 from diffusiongemma.ops.fused import Rows
 from diffusiongemma.ops.vocab import Reading
+
+TOKENS = 4  # that each row gets one by one
 
 
 def config_for(card: bool) -> ModelConfig:
@@ -120,27 +123,57 @@ def passes(runner: FastRunner, ops: Ops, lengths: tuple[int, ...]) -> list[Tenso
     return [first.clone(), second.clone()]
 
 
+@torch.inference_mode()
+def ones(runner: FastRunner, ops: Ops, encode: Ops, lengths: tuple[int, ...]) -> list[Tensor]:
+    """Hidden states of tokens one by one, `TOKENS` of each row, after prompts of these lengths, read with `encode`"""
+    network, device = runner.network, runner.network.device
+    rows: list[Any] = [runner.new_row(n + TOKENS) for n in lengths]
+    random = torch.Generator().manual_seed(8)
+    prompt = torch.randint(3, 260, (sum(lengths),), generator=random).to(device)
+    offsets, reach = runner.pool.offsets(rows).to(device), runner.pool.reach_for(max(lengths) + TOKENS)
+    starts = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
+    positions = torch.cat([torch.arange(n) for n in lengths]).int().to(device)
+    held = torch.tensor(lengths, dtype=torch.int32, device=device)
+    network.ops = encode
+    network.encode(prompt, Batch(offsets, torch.zeros_like(held), positions, New(starts, max(lengths)), reach))
+    network.ops, found = ops, []
+    begin = torch.arange(len(lengths) + 1, dtype=torch.int32, device=device)
+    for step in range(TOKENS):
+        tokens = torch.randint(3, 260, (len(lengths),), generator=random).to(device)
+        found.append(network.encode(tokens, Batch(offsets, held + step, held + step, New(begin, 1), reach)).clone())
+    wait(device)
+    return found
+
+
 def check(kind: str, device: torch.device, say: Callable[[str], None]) -> bool:
     """-> whether all bits are the same"""
     card = device.type == "cuda"
     scheme = None if kind == "bf16" else Scheme.parse(kind, 64 if kind == "int4" else None)
     model = random_network(config_for(card), scheme, device, torch.bfloat16, std=0.02)
     limits = Limits(max_bytes=1 << (28 if card else 20), max_rows=4, chunk=512 if card else 16)
-    runner = FastRunner(model, triton_ops(exact=True), limits, graphs=False)
+    runner = FastRunner(model, triton_ops(exact=False), limits, graphs=False)
     lengths = (40, 300, 700) if card else (5, 11)
-    plain, unstable = runner.network.ops, set[str]()
+    few, plain, unstable = runner.network.ops, triton_ops(exact=True), set[str]()
     chain = passes(runner, plain, lengths)
     others = {
         "again": passes(runner, plain, lengths),
         "with a wait after every operation": passes(runner, waiting(plain, device), lengths),
         "with every operation called twice": passes(runner, twice(plain, device, unstable), lengths),
     }
+    tokens = ones(runner, few, plain, lengths)
+    one_by_one = {
+        "again": ones(runner, few, plain, lengths),
+        "with a wait after every operation": ones(runner, waiting(few, device), plain, lengths),
+    }
     kernels.EARLY = False
     try:
         others["with no kernel that begins early"] = passes(runner, plain, lengths)
+        one_by_one["with no kernel that begins early"] = ones(runner, few, plain, lengths)
     finally:
         kernels.EARLY = True
     verdicts = {name: all(map(torch.equal, chain, other)) for name, other in others.items()}
+    for name, other in one_by_one.items():
+        verdicts[f"of tokens one by one {name}"] = all(map(torch.equal, tokens, other))
     if card:  # an interpreter leaves the order of sums to NumPy, and that depends on the batch
         alone = passes(runner, plain, lengths[:1])[0]
         verdicts["of the first prompt alone"] = torch.equal(alone, chain[0][: lengths[0]])

@@ -17,9 +17,9 @@ from exact_limits import A_FEW, BF16, Part, sum_float32, sum_fp8, to_bf16, to_fp
 from exact_small import rows
 from torch import Tensor
 
-from diffusiongemma.model.backend import Weight
 from diffusiongemma.ops import int4, quant
 from diffusiongemma.ops.fused import Rows
+from diffusiongemma.ops.product import Weight
 from diffusiongemma.ops.quant import FP8
 
 Pair = tuple[Tensor, Tensor]  # what it should be, and how far it may be off
@@ -147,16 +147,26 @@ def experts(got: Tensor, x: Given, index: Tensor, weight: Tensor, up: Matrix, do
     square = torch.zeros_like(want)
     for expert in index.unique().tolist():
         token, slot = (index == expert).nonzero(as_tuple=True)
-        hidden, off = _gated(product(x, up, expert, form, token))
-        off = together(off, to_bf16(hidden), *([to_fp8(hidden)] if x.eight else []))
-        wide, lifted = down.wide(expert)
-        bounds = [_summed(hidden, lifted, x.eight, down.fmt), _size(off, wide)]
-        if form:
-            wide = down.before(expert)
-            bounds.append(_size(hidden, down.off(expert)))
-        one = hidden @ wide.t()
+        one, off = _through(x, up, down, expert, form, token)
         share = weight[token, slot, None].double()
         want.index_add_(0, token, share * one)
         # A pair's result is stored in bfloat16 before a token's pairs are summed.
-        square.index_add_(0, token, (share * together(*bounds, to_bf16(one))).square())
+        square.index_add_(0, token, (share * together(off, to_bf16(one))).square())
     return [Part("", got, want, together(square.sqrt(), to_bf16(want)))]
+
+
+def mlp(got: Tensor, x: Given, up: Matrix, down: Matrix) -> list[Part]:
+    """x [N, D] through both products of a dense MLP -> [N, D]; arithmetic alone"""
+    want, off = _through(x, up, down, None, False, None)
+    return [Part("", got, want, together(off, to_bf16(want)))]
+
+
+def _through(x: Given, up: Matrix, down: Matrix, expert: int | None, form: bool, token: Tensor | None) -> Pair:
+    hidden, off = _gated(product(x, up, expert, form, token))
+    off = together(off, to_bf16(hidden), *([to_fp8(hidden)] if x.eight else []))
+    wide, lifted = down.wide(expert)
+    bounds = [_summed(hidden, lifted, x.eight, down.fmt), _size(off, wide)]
+    if form:
+        wide = down.before(expert)
+        bounds.append(_size(hidden, down.off(expert)))
+    return hidden @ wide.t(), together(*bounds)

@@ -27,6 +27,10 @@ END = [
     ("_rows_kernel", REST), (VENDOR, VOCABULARY), ("_weigh_kernel", VOCABULARY), ("_result_kernel", VOCABULARY),
     ("_rescale_kernel", VOCABULARY), (VENDOR, VOCABULARY), (TORCH, REST),
 ]  # fmt: skip
+ONE = [  # a layer of a few tokens, one a row
+    ("few_kernel", ATTENTION), ("attend_one_kernel", ATTENTION), ("few_kernel", ATTENTION), ("route_one_kernel", REST),
+    ("both_up_kernel", EXPERTS), ("both_down_kernel", EXPERTS),
+]  # fmt: skip
 LAYERS = 3
 
 
@@ -61,6 +65,13 @@ def test_every_kernel_finds_its_part(overlap: bool) -> None:
     assert assign(ran, LAYERS) == wanted
 
 
+def test_a_layer_of_a_few_tokens() -> None:
+    """Products behind the last layer are the head's."""
+    step = [("_rope_kernel", ATTENTION), ("_rows_kernel", REST), *LAYERS * ONE, (VENDOR, VOCABULARY)]
+    ran = [Launch(name, 7, float(at), 1.0) for at, (name, _) in enumerate(step)]
+    assert assign(ran, LAYERS) == [part for _, part in step]
+
+
 def test_summary_is_of_one_step() -> None:
     ran, _ = launches(overlap=False)
     profile = summarise(ran, LAYERS, 2)
@@ -83,7 +94,7 @@ def test_overlap_is_charged_once() -> None:
 def test_kernels_that_announce_a_part_exist() -> None:
     """Renamed ones would put products into the wrong part without a word."""
     marks = {"_rope_kernel", "_after_attention_kernel", "route_kernel", "_after_feed_forward_kernel"}
-    names = {name for name, _ in [*BEGIN, *HEADS, *MLP, *SPARSE, *END]} - {VENDOR, TORCH}
+    names = {name for name, _ in [*BEGIN, *HEADS, *MLP, *SPARSE, *END, *ONE]} - {VENDOR, TORCH}
     assert marks | names <= families().keys()
 
 

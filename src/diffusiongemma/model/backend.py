@@ -15,13 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from diffusiongemma.ops import attention_cached, fused, kernels, product, routing, vocab
+from diffusiongemma.ops import attention_cached, fused, kernels, one, product, routing, vocab
 from diffusiongemma.ops.fused import Rows
+from diffusiongemma.ops.one import Routed
+from diffusiongemma.ops.product import Weight
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.tiles import block_rows
 from diffusiongemma.ops.vocab import Reading, Rules, Table
 
-Weight = tuple[Tensor, Tensor | None]
 VENDOR_ROWS = 64  # from so many rows on, a bfloat16 product is the vendor's
 VENDOR_ROWS_FP8 = 256  # the same for fp8, of matrices that are wider than deep; of others from four times as many on
 
@@ -50,6 +51,10 @@ class Ops:
     experts: Callable[[Rows, Tensor, Tensor, Weight, Weight], Tensor]
     vocab_end: Callable[..., Reading]  # `few`: one position a row; `coldest`: no temperature is below it
     draws: Callable[..., tuple[Tensor, Tensor]]
+    # A layer of up to `few` rows with one new token each, between its products: `ops/one.py`
+    attend_one: Callable[..., Tensor]
+    route_one: Callable[..., Routed]
+    feed_forward_one: Callable[..., tuple[Tensor, Rows]]
     few: int = 0  # up to so many rows, products take them as they are
 
     def quant_for(self, rows: int, weight: Weight) -> torch.dtype | None:
@@ -81,6 +86,9 @@ def torch_ops() -> Ops:
         _torch_experts,
         _torch_vocab_end,
         vocab.draws,
+        one.attend(fused.split_heads, attention_cached.attend_rows),
+        one.route(fused.after_attention, fused.route),
+        one.feed_forward(_torch_geglu, _torch_linear, _torch_experts, fused.after_feed_forward),
     )
 
 
@@ -121,13 +129,16 @@ def _torch_vocab_end(
 def triton_ops(exact: bool = False, few: bool = True) -> Ops:
     """Import only where `kernels.unavailable` has found nothing. `few`: off, a few rows go the way of many."""
     from diffusiongemma.ops import (
+        attention_one_triton,
         attention_triton,
+        experts_one_triton,
         experts_triton,
         few_triton,
         heads_triton,
         linear_triton,
         norm_triton,
         product_triton,
+        router_one_triton,
         router_triton,
         rows_triton,
         vocab_triton,
@@ -199,5 +210,8 @@ def triton_ops(exact: bool = False, few: bool = True) -> Ops:
         experts,
         vocab_end,
         vocab_triton.draws,
+        attention_one_triton.attend,
+        router_one_triton.route,
+        experts_one_triton.feed_forward,
         few_rows,
     )

@@ -17,13 +17,15 @@ from torch import Tensor
 
 from diffusiongemma.config import FULL, SLIDING, LayerType
 from diffusiongemma.errors import InputError
-from diffusiongemma.model.backend import Ops, Weight, wants_fp8
+from diffusiongemma.model.backend import Ops, wants_fp8
 from diffusiongemma.model.layers import MLP, Experts, Layer
 from diffusiongemma.model.network import DiffusionGemma, Embedding
 from diffusiongemma.model.pool import CachePool
 from diffusiongemma.ops.attention_cached import New
 from diffusiongemma.ops.fused import Rows, rope_frequency
 from diffusiongemma.ops.linear import Linear
+from diffusiongemma.ops.one import Ends, Router
+from diffusiongemma.ops.product import Weight
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.quantized import QuantEmbedding, QuantExperts, QuantLinear
 from diffusiongemma.ops.rope import Rope
@@ -93,11 +95,22 @@ class FusedLayer:
             layer,
         )
 
+    def quant(self) -> torch.dtype | None:
+        """One kernel makes the rows of both branches of the feed-forward: quantised, if both want that."""
+        return self.mlp.quant() if self.mlp.quant() == _quant(self.up) else None
+
+    def norms_after_attention(self) -> tuple[Tensor, Tensor, Tensor]:
+        m = self.module
+        norms = (m.post_attention_layernorm, m.pre_feedforward_layernorm, m.pre_feedforward_layernorm_2)
+        post, dense, sparse = (norm.weight for norm in norms)
+        return post, dense, sparse
+
 
 class FusedNetwork:
     def __init__(self, model: DiffusionGemma, pool: CachePool, ops: Ops, overlap: Sequence[Overlap] = ()) -> None:
         """`overlap`: in which passes the dense MLP runs on a stream of its own, beside router and experts: where a row
-        has one new token ("draw"), in other encoding ("encode"), over canvases ("denoise")."""
+        has one new token ("draw"; a few rows need none for it), in other encoding ("encode"), over canvases
+        ("denoise")."""
         self.model, self.pool, self.ops, self.config = model, pool, ops, model.config
         self.eps, self.dtype, self.device = model.config.rms_norm_eps, model.dtype, model.device
         modules: list[Any] = list(model.layers)
@@ -115,6 +128,9 @@ class FusedNetwork:
         if unknown := sorted(set(overlap) - set(get_args(Overlap))):
             raise InputError(f"no pass is called {', '.join(unknown)}: {', '.join(get_args(Overlap))} are")
         self.overlap = tuple(overlap)
+        # Kernels count their programs in these: zeros between any two of them, and no two networks share them.
+        most = max(1, ops.few) * max(layer.kv_heads for layer in self.layers)
+        self._counters = torch.zeros(3, most, dtype=torch.int32, device=self.device)
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     # ---- the two modes -------------------------------------------------------------------------------------------
@@ -143,10 +159,31 @@ class FusedNetwork:
         beside = kind in self.overlap and self._side is not None
         first = self.layers[0]
         h = self.ops.norm_rows(x, first.module.input_layernorm.weight, self.eps, _quant(first.qkv))
+        one = kind == "draw" and len(x) <= self.ops.few
         for at, layer in enumerate(self.layers):
-            branch = self._attend(mode, layer, at, h, rope[layer.kind], batch)
-            x, h = self._feed_forward(mode, layer, at, x, branch, beside)
+            if one:
+                x, h = self._one(layer, at, x, h, rope[layer.kind], batch)
+            else:
+                branch = self._attend(mode, layer, at, h, rope[layer.kind], batch)
+                x, h = self._feed_forward(mode, layer, at, x, branch, beside)
         return h.values
+
+    def _one(self, layer: FusedLayer, at: int, x: Tensor, h: Rows, rope: Rope, batch: Batch) -> tuple[Tensor, Rows]:
+        """A layer where each of a few rows has one new token, of which it encodes: x and its norm -> the same"""
+        m, ops, eps = layer.module, self.ops, self.eps
+        a, r, (for_attention, for_router, for_end) = m.self_attn, m.router, self._counters
+        prefix = self.pool.prefix(at, batch.offsets[at], batch.length, batch.reach)
+        mixed = ops.attend_one(
+            ops.linear(h, layer.qkv), a.q_norm.weight, a.k_norm.weight, rope, layer.heads, layer.kv_heads, eps,
+            prefix, batch.new, layer.window, for_attention,
+        )  # fmt: skip
+        branch = ops.linear(Rows(mixed), layer.o)
+        router = Router(r.proj.weight, r.scale, r.per_expert_scale, r.top_k)
+        norms = layer.norms_after_attention()
+        x, *routed = ops.route_one(x, branch, norms, router, eps, layer.quant(), for_router)
+        ends = self._ends("encode", layer, at)
+        dense, sparse = (layer.mlp.up, layer.mlp.down), (layer.up, layer.down)
+        return ops.feed_forward_one(x, *routed, dense, sparse, ends, for_end)
 
     def _attend(
         self, mode: Literal["encode", "denoise"], layer: FusedLayer, at: int, h: Rows, rope: Rope, batch: Batch
@@ -168,26 +205,25 @@ class FusedNetwork:
     ) -> tuple[Tensor, Rows]:
         """x, attention's contribution [N, D] -> the layer's output, and its norm for what follows"""
         m, ops = layer.module, self.ops
-        # One kernel makes the rows of both branches: quantised, if both want that.
-        quant = layer.mlp.quant() if layer.mlp.quant() == _quant(layer.up) else None
-        norms = (m.post_attention_layernorm, m.pre_feedforward_layernorm, m.pre_feedforward_layernorm_2)
-        x, to_dense, to_sparse = ops.after_attention(x, branch, *(n.weight for n in norms), self.eps, quant)
+        norms = layer.norms_after_attention()
+        x, to_dense, to_sparse = ops.after_attention(x, branch, *norms, self.eps, layer.quant())
         join = self._begun(lambda: layer.mlp(ops, to_dense), beside)
         router = m.router
         index, weight = ops.route(x, router.proj.weight, router.scale, router.per_expert_scale, router.top_k, self.eps)
         sparse = ops.experts(ops.rows_for(to_sparse, layer.up), index, weight, layer.up, layer.down)
         dense = join()
-        after = (
-            m.post_feedforward_layernorm_1.weight,
-            m.post_feedforward_layernorm_2.weight,
-            m.post_feedforward_layernorm.weight,
-        )
+        return ops.after_feed_forward(x, dense, sparse, *self._ends(mode, layer, at))
+
+    def _ends(self, mode: Literal["encode", "denoise"], layer: FusedLayer, at: int) -> Ends:
+        m = layer.module
+        norms = (m.post_feedforward_layernorm_1, m.post_feedforward_layernorm_2, m.post_feedforward_layernorm)
+        one, two, both = (norm.weight for norm in norms)
         scalar = m.encoder_scalar if mode == "encode" else m.decoder_scalar
         if at + 1 < len(self.layers):
             following, quant = self.layers[at + 1].module.input_layernorm.weight, _quant(self.layers[at + 1].qkv)
         else:
             following, quant = self.model.norm.weight, None
-        return ops.after_feed_forward(x, dense, sparse, after, scalar, following, self.eps, quant)
+        return Ends((one, two, both), scalar, following, self.eps, quant)
 
     def _begun(self, work: Callable[[], Tensor], beside: bool) -> Callable[[], Tensor]:
         """Start this now, `beside`: on the other stream; what comes back waits for it.

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffusiongemma.model.backend import Ops, Weight
+from diffusiongemma.model.backend import Ops
 from diffusiongemma.model.fused import FusedLayer
 from diffusiongemma.model.network import DiffusionGemma
 from diffusiongemma.ops import kernels, quantized
 from diffusiongemma.ops.fused import Rows, summed
+from diffusiongemma.ops.product import Weight
 from diffusiongemma.ops.quantized import QuantEmbedding, QuantWeight
 
 

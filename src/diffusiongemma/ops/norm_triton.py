@@ -38,18 +38,24 @@ def supported(x: Tensor) -> str | None:
 
 
 @triton.jit
-def _load(x, width, PIECE: tl.constexpr):
+def load_row(x, width, PIECE: tl.constexpr):
     """A row, [PIECE] three times, as it is stored"""
+    return _load_by(x, width, PIECE, "")
+
+
+@triton.jit
+def _load_by(x, width, PIECE: tl.constexpr, CACHE: tl.constexpr):
+    """The same by a cache; not as a default: Triton 3.6 has none for constants"""
     d = tl.arange(0, PIECE)
     return (
-        tl.load(x + d, mask=d < width, other=0.0),
-        tl.load(x + PIECE + d, mask=PIECE + d < width, other=0.0),
-        tl.load(x + 2 * PIECE + d, mask=2 * PIECE + d < width, other=0.0),
+        tl.load(x + d, mask=d < width, other=0.0, cache_modifier=CACHE),
+        tl.load(x + PIECE + d, mask=PIECE + d < width, other=0.0, cache_modifier=CACHE),
+        tl.load(x + 2 * PIECE + d, mask=2 * PIECE + d < width, other=0.0, cache_modifier=CACHE),
     )
 
 
 @triton.jit
-def _store(out, y, width, PIECE: tl.constexpr):
+def store_row(out, y, width, PIECE: tl.constexpr):
     d = tl.arange(0, PIECE)
     kind: tl.constexpr = out.dtype.element_ty
     tl.store(out + d, y[0].to(kind), mask=d < width)
@@ -58,12 +64,12 @@ def _store(out, y, width, PIECE: tl.constexpr):
 
 
 @triton.jit
-def _wide(y):
+def wide(y):
     return y[0].to(tl.float32), y[1].to(tl.float32), y[2].to(tl.float32)
 
 
 @triton.jit
-def _sum(x, y):
+def added(x, y):
     return x[0] + y[0], x[1] + y[1], x[2] + y[2]
 
 
@@ -73,26 +79,26 @@ def _times(y, factor):
 
 
 @triton.jit
-def _weighed(y, weight):
-    w = _wide(weight)
+def weighed(y, weight):
+    w = wide(weight)
     return y[0] * w[0], y[1] * w[1], y[2] * w[2]
 
 
 @triton.jit
-def _normed(y, width, eps):
+def normed(y, width, eps):
     squares = y[0] * y[0] + y[1] * y[1] + y[2] * y[2]
     return _times(y, 1.0 / tl.sqrt(tl.sum(squares) / width + eps))
 
 
 @triton.jit
-def _stored(y, out):
+def stored(y, out):
     """As who reads it from there finds it"""
     kind: tl.constexpr = out.dtype.element_ty
-    return _wide((y[0].to(kind), y[1].to(kind), y[2].to(kind)))
+    return wide((y[0].to(kind), y[1].to(kind), y[2].to(kind)))
 
 
 @triton.jit
-def _put(out, scale, y, row, width, PIECE: tl.constexpr, LIMIT: tl.constexpr, HOPPER: tl.constexpr):
+def put_row(out, scale, y, row, width, PIECE: tl.constexpr, LIMIT: tl.constexpr, HOPPER: tl.constexpr):
     """Store a row, quantised if there is a LIMIT (the largest number of the format)."""
     if LIMIT > 0:
         top = tl.max(tl.maximum(tl.maximum(tl.abs(y[0]), tl.abs(y[1])), tl.abs(y[2])))
@@ -105,7 +111,7 @@ def _put(out, scale, y, row, width, PIECE: tl.constexpr, LIMIT: tl.constexpr, HO
             s = fp8_scale(top)
             y = (to_fp8(y[0], s, HOPPER), to_fp8(y[1], s, HOPPER), to_fp8(y[2], s, HOPPER))
         tl.store(scale + row, s)
-    _store(out + row * width, y, width, PIECE)
+    store_row(out + row * width, y, width, PIECE)
 
 
 @triton.jit
@@ -120,14 +126,14 @@ def _rows_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if weight is not None:
-        w = _load(weight, width, PIECE)
+        w = load_row(weight, width, PIECE)
     ready(HOPPER)
-    y = _wide(_load(x + row * width, width, PIECE))
+    y = wide(load_row(x + row * width, width, PIECE))
     if NORM:
-        y = _normed(y, width, eps)
+        y = normed(y, width, eps)
     if weight is not None:
-        y = _weighed(y, w)
-    _put(out, scale, y, row, width, PIECE, LIMIT, HOPPER)
+        y = weighed(y, w)
+    put_row(out, scale, y, row, width, PIECE, LIMIT, HOPPER)
 
 
 @triton.jit
@@ -136,16 +142,17 @@ def _after_attention_kernel(
     LIMIT: tl.constexpr, PIECE: tl.constexpr, HOPPER: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    w_post, w_dense, w_sparse = _load(post, width, PIECE), _load(dense, width, PIECE), _load(sparse, width, PIECE)
+    w_post = load_row(post, width, PIECE)
+    w_dense, w_sparse = load_row(dense, width, PIECE), load_row(sparse, width, PIECE)
     ready(HOPPER)
-    z = _load(branch + row * width, width, PIECE)
-    y = _load(x + row * width, width, PIECE)
-    y = _sum(_wide(y), _weighed(_normed(_wide(z), width, eps), w_post))
-    y = _stored(y, x_out)
-    _store(x_out + row * width, y, width, PIECE)
-    y = _normed(y, width, eps)
-    _put(dense_out, dense_scale, _weighed(y, w_dense), row, width, PIECE, LIMIT, HOPPER)
-    _put(sparse_out, sparse_scale, _weighed(y, w_sparse), row, width, PIECE, LIMIT, HOPPER)
+    z = load_row(branch + row * width, width, PIECE)
+    y = load_row(x + row * width, width, PIECE)
+    y = added(wide(y), weighed(normed(wide(z), width, eps), w_post))
+    y = stored(y, x_out)
+    store_row(x_out + row * width, y, width, PIECE)
+    y = normed(y, width, eps)
+    put_row(dense_out, dense_scale, weighed(y, w_dense), row, width, PIECE, LIMIT, HOPPER)
+    put_row(sparse_out, sparse_scale, weighed(y, w_sparse), row, width, PIECE, LIMIT, HOPPER)
 
 
 @triton.jit
@@ -154,24 +161,32 @@ def _after_feed_forward_kernel(
     M: tl.constexpr, LIMIT: tl.constexpr, PIECE: tl.constexpr, HOPPER: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    w_dense, w_sparse = _load(after_dense, width, PIECE), _load(after_sparse, width, PIECE)
-    w_sum, w_next = _load(after_sum, width, PIECE), _load(following, width, PIECE)
+    w_dense, w_sparse = load_row(after_dense, width, PIECE), load_row(after_sparse, width, PIECE)
+    w_sum, w_next = load_row(after_sum, width, PIECE), load_row(following, width, PIECE)
     factor = tl.load(scalar).to(tl.float32)
     ready(HOPPER)
-    d = _load(dense + row * width, width, PIECE)
-    y = _load(x + row * width, width, PIECE)
-    s = _load(sparse + row * M * width, width, PIECE)
+    fed(x, dense, sparse, w_dense, w_sparse, w_sum, w_next, factor, x_out, out, scale, row, width, eps, M, LIMIT, PIECE,
+        "", HOPPER)  # fmt: skip
+
+
+@triton.jit
+def fed(x, dense, sparse, w_dense, w_sparse, w_sum, w_next, factor, x_out, out, scale, row, width, eps, M: tl.constexpr,
+        LIMIT: tl.constexpr, PIECE: tl.constexpr, CACHE: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
+    """One row of `after_feed_forward`, of which the experts have M; CACHE: how the two contributions are read"""
+    d = _load_by(dense + row * width, width, PIECE, CACHE)
+    y = load_row(x + row * width, width, PIECE)
+    s = _load_by(sparse + row * M * width, width, PIECE, CACHE)
     if M > 1:  # the token's experts, in order; their sum is rounded as if it had been stored
-        total = _wide(s)
+        total = wide(s)
         for slot in tl.static_range(1, M):
-            total = _sum(total, _wide(_load(sparse + (row * M + slot) * width, width, PIECE)))
-        s = _stored(total, x_out)
-    both = _weighed(_normed(_wide(d), width, eps), w_dense)
-    both = _sum(both, _weighed(_normed(_wide(s), width, eps), w_sparse))
-    y = _sum(_wide(y), _weighed(_normed(both, width, eps), w_sum))
-    y = _stored(_times(y, factor), x_out)
-    _store(x_out + row * width, y, width, PIECE)
-    _put(out, scale, _weighed(_normed(y, width, eps), w_next), row, width, PIECE, LIMIT, HOPPER)
+            total = added(total, wide(_load_by(sparse + (row * M + slot) * width, width, PIECE, CACHE)))
+        s = stored(total, x_out)
+    both = weighed(normed(wide(d), width, eps), w_dense)
+    both = added(both, weighed(normed(wide(s), width, eps), w_sparse))
+    y = added(wide(y), weighed(normed(both, width, eps), w_sum))
+    y = stored(_times(y, factor), x_out)
+    store_row(x_out + row * width, y, width, PIECE)
+    put_row(out, scale, weighed(normed(y, width, eps), w_next), row, width, PIECE, LIMIT, HOPPER)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -182,17 +197,17 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 def norm_rows(x: Tensor, weight: Tensor | None, eps: float, quant: torch.dtype | None = None) -> Rows:
     """As `fused.norm_rows`: x [N, D] -> [N, D], quantised to `quant` where that is given"""
     x = x.contiguous()
-    out = _rows(x, quant)
-    _launch(_rows_kernel, x, x, weight, out.values, out.scale, x.shape[1], eps, NORM=True, LIMIT=_limit(quant))
+    out = rows_like(x, quant)
+    _launch(_rows_kernel, x, x, weight, out.values, out.scale, x.shape[1], eps, NORM=True, LIMIT=limit_of(quant))
     return out
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """As `fused.quantize_rows`: x [N, D] -> int8 or fp8 [N, D], scale [N, 1] float32"""
     x = x.contiguous()
-    out = _rows(x, dtype)
+    out = rows_like(x, dtype)
     assert out.scale is not None
-    _launch(_rows_kernel, x, x, None, out.values, out.scale, x.shape[1], 0.0, NORM=False, LIMIT=_limit(dtype))
+    _launch(_rows_kernel, x, x, None, out.values, out.scale, x.shape[1], 0.0, NORM=False, LIMIT=limit_of(dtype))
     return out.values, out.scale
 
 
@@ -201,10 +216,10 @@ def after_attention(
 ) -> tuple[Tensor, Rows, Rows]:
     """As `fused.after_attention`."""
     x, branch = x.contiguous(), branch.contiguous()
-    x_out, to_dense, to_sparse = torch.empty_like(x), _rows(x, quant), _rows(x, quant)
+    x_out, to_dense, to_sparse = torch.empty_like(x), rows_like(x, quant), rows_like(x, quant)
     _launch(
         _after_attention_kernel, x, x, branch, post, dense, sparse, x_out, to_dense.values, to_dense.scale,
-        to_sparse.values, to_sparse.scale, x.shape[1], eps, LIMIT=_limit(quant),
+        to_sparse.values, to_sparse.scale, x.shape[1], eps, LIMIT=limit_of(quant),
     )  # fmt: skip
     return x_out, to_dense, to_sparse
 
@@ -221,10 +236,10 @@ def after_feed_forward(
 ) -> tuple[Tensor, Rows]:
     """As `fused.after_feed_forward`."""
     x, dense, sparse = x.contiguous(), dense.contiguous(), sparse.contiguous()
-    x_out, out = torch.empty_like(x), _rows(x, quant)
+    x_out, out = torch.empty_like(x), rows_like(x, quant)
     _launch(
         _after_feed_forward_kernel, x, x, dense, sparse, *weights, scalar, following, x_out, out.values, out.scale,
-        x.shape[1], eps, M=len(sparse) // len(x), LIMIT=_limit(quant),
+        x.shape[1], eps, M=len(sparse) // len(x), LIMIT=limit_of(quant),
     )  # fmt: skip
     return x_out, out
 
@@ -234,18 +249,22 @@ def warps_for(piece: int) -> int:
     return min(16, max(1, piece // 256))
 
 
+def piece_for(width: int) -> int:
+    return int(triton.next_power_of_2(triton.cdiv(width, 3)))
+
+
 def _launch(kernel, x: Tensor, *args, **constants) -> None:
-    piece = triton.next_power_of_2(triton.cdiv(x.shape[1], 3))
+    piece = piece_for(x.shape[1])
     # Of 128 registers a thread, four rows of 2,816 fit on a multiprocessor.
     run(kernel, x.shape[0], *args, **constants, PIECE=piece, num_warps=warps_for(piece), maxnreg=128)
 
 
-def _rows(like: Tensor, quant: torch.dtype | None) -> Rows:
+def rows_like(like: Tensor, quant: torch.dtype | None) -> Rows:
     if quant is None:
         return Rows(torch.empty_like(like))
     scale = torch.empty(like.shape[0], 1, dtype=torch.float32, device=like.device)
     return Rows(torch.empty_like(like, dtype=quant), scale)
 
 
-def _limit(quant: torch.dtype | None) -> float:
+def limit_of(quant: torch.dtype | None) -> float:
     return 0.0 if quant is None else FP8_MAX if quant == FP8 else 127.0

@@ -19,6 +19,8 @@ from diffusiongemma.ops.fused import Rows
 from diffusiongemma.ops.quant import FP8, quantize_tokens
 from diffusiongemma.ops.routing import Routing
 
+Weight = tuple[Tensor, Tensor | None]  # its numbers, and their scale if they have one
+
 
 def product(
     x: Rows,
