@@ -377,6 +377,46 @@ def test_closing_the_engine_ends_what_runs_and_refuses_what_is_new() -> None:
     engine.close()
 
 
+def steps_of(patience: int, lengths: tuple[int, ...], chunk: int) -> tuple[list[int], list[str]]:
+    """How many canvases each step had, and the texts, of requests that arrive together; prompts of these lengths"""
+    with make_engine(Limits(max_rows=8, chunk=chunk)) as engine:
+        runner, taken, gate = engine.scheduler.runner, list[int](), threading.Event()
+        runner.patience = patience
+        denoise, encode = runner.denoise, runner.encode
+
+        def watched(sequences) -> None:
+            taken.append(len(sequences))
+            denoise(sequences)
+
+        def held(work) -> None:
+            gate.wait(10)  # until all have been handed in
+            encode(work)
+
+        runner.denoise, runner.encode = watched, held
+        params = [
+            SamplingParams.build(seed=i, steps=3, early_stop=False, max_new_tokens=16) for i in range(len(lengths))
+        ]
+        prompts = [tuple(260 + (i + 3 * j) % 100 for j in range(n)) for i, n in enumerate(lengths)]
+        requests = [Request(prompt, p, ends=False) for prompt, p in zip(prompts, params, strict=True)]
+        handles = [engine.submit(request) for request in requests]
+        gate.set()
+        return taken, [collect(handle).text for handle in handles]
+
+
+def test_requests_that_come_together_step_together_where_that_pays() -> None:
+    alone, texts = steps_of(0, (12, 12, 12, 12), 12)
+    assert alone == [1, 2, 3, 3, 2, 1]  # one prompt a tick, three steps each
+    together, same = steps_of(8, (12, 12, 12, 12), 12)
+    assert together == [4, 4, 4]
+    assert same == texts
+
+
+def test_new_canvases_do_not_wait_long_for_a_prompt() -> None:
+    taken, texts = steps_of(4, (12, 400), 12)  # 34 ticks of reading
+    assert taken == [1, 1, 1, 1, 1, 1]
+    assert steps_of(0, (12, 400), 12)[1] == texts
+
+
 def test_bad_requests_are_refused_before_they_run(engine) -> None:
     with pytest.raises(ConfigError, match="no such option"):
         engine.generate([3], colour="red")
