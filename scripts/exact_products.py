@@ -123,7 +123,9 @@ def _gated(pair: Pair) -> Pair:
     """[N, 2 O], gate first -> gelu(gate) x up [N, O]"""
     (gate, up), (gate_off, up_off) = (t.chunk(2, dim=1) for t in pair)
     gelu = 0.5 * gate * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
-    return gelu * up, together(STEEPEST * gate_off * up, gelu * up_off, A_FEW * gate * up)
+    # Where both are near 0, what counts is the error of one times that of the other.
+    errors = together(STEEPEST * gate_off * up, gelu * up_off, STEEPEST * gate_off * up_off)
+    return gelu * up, together(errors, A_FEW * gate * up)
 
 
 def linear(got: Tensor, x: Given, w: Matrix, form: bool, vendor: bool) -> list[Part]:

@@ -36,6 +36,7 @@ script = _load()
 
 import exact_chain  # noqa: E402  # beside the script, which has made them found
 import exact_limits  # noqa: E402
+import exact_products  # noqa: E402
 import exact_small  # noqa: E402
 from exact_limits import Part, judge  # noqa: E402
 from exact_shapes import Inputs, Shapes, shapes_of  # noqa: E402
@@ -104,6 +105,13 @@ def test_what_the_limits_say_of_the_kernels_is_so() -> None:
     assert weigh_triton.head_blocks(False, torch.float8_e4m3fn).vocab * exact_limits.FP32 < exact_limits.SUM_PLAIN
 
 
+def test_two_numbers_near_nothing_may_be_off_by_the_product_of_their_errors() -> None:
+    nothing, off = torch.zeros(1, 2, dtype=torch.float64), torch.tensor([[0.1, 0.2]], dtype=torch.float64)
+    want, bound = exact_products._gated((nothing, off))
+    assert want.item() == 0
+    assert bound.item() >= 0.5 * off.prod()  # gelu'(0) = 1/2
+
+
 # ---- what is wrong is told -----------------------------------------------------------------------------------------
 
 
@@ -156,7 +164,7 @@ WRONG: dict[str, tuple[str, str, Callable[..., Any]]] = {  # what: kind, operati
     "one expert's scale": (
         "fp8", "experts",
         lambda x, at, share, up, down: TWINS.experts(
-            x, at, share, up, (down[0], torch.cat((down[1][:1] * 2, down[1][1:])))
+            x, at, share, up, (down[0], down[1].index_add(0, at[0, :1], down[1][at[0, :1]]))  # one that is taken
         ),
     ),
     "4-bit halves swapped": (
