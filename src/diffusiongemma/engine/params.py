@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from diffusiongemma.errors import ConfigError
 
@@ -54,8 +54,7 @@ class SamplingParams:
         known = {f.name for f in fields(cls)}
         problems = [f"{name}: there is no such option" for name in options if name not in known]
         mode = options.get("mode", "diffusion" if base is None else base.mode)
-        foreign = _AR_ONLY if mode == "diffusion" else _DIFFUSION_ONLY
-        problems += [f"{name} has no effect in mode {mode!r}" for name in options if name in foreign]
+        problems += [f"{name} has no effect in mode {mode!r}" for name in without_effect(mode, options)]
         if options.get("threshold") is not None and "entropy_bound" in options:
             problems.append("threshold replaces entropy_bound: give one of the two")
         if problems:
@@ -117,15 +116,29 @@ _DIFFUSION_ONLY = frozenset(
 )
 
 
+def without_effect(mode: str, options: Iterable[str]) -> list[str]:
+    """Of these options, those of the other mode."""
+    foreign = _AR_ONLY if mode == "diffusion" else _DIFFUSION_ONLY
+    return [name for name in options if name in foreign]
+
+
 def _number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
-def released_params(folder: Path) -> tuple[SamplingParams, tuple[int, ...]]:
-    """The sampler settings and end-of-text ids that a checkpoint's `generation_config.json` asks for."""
+class Released(NamedTuple):
+    """What a checkpoint asks for: sampler settings, end-of-text ids, and how it draws icons unless told otherwise."""
+
+    params: SamplingParams = SamplingParams()
+    ends: tuple[int, ...] = ()
+    svg_mode: Mode = "diffusion"
+
+
+def released_params(folder: Path) -> Released:
+    """What a checkpoint's `generation_config.json` says; `svg_mode` is a key of our own, which Transformers ignores."""
     file = folder / "generation_config.json"
     if not file.is_file():
-        return SamplingParams(), ()
+        return Released()
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(data, Mapping):
@@ -142,4 +155,7 @@ def released_params(folder: Path) -> tuple[SamplingParams, tuple[int, ...]]:
         options["entropy_bound"] = sampler["entropy_bound"]
     ends = data.get("eos_token_id")
     ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    return SamplingParams.build(**options), tuple(t for t in ids if type(t) is int)
+    svg_mode = data.get("svg_mode", "diffusion")
+    if svg_mode not in ("diffusion", "ar"):
+        raise ConfigError(f"{file}: svg_mode must be 'diffusion' or 'ar', got {svg_mode!r}")
+    return Released(SamplingParams.build(**options), tuple(t for t in ids if type(t) is int), svg_mode)
