@@ -30,7 +30,7 @@ SUFFIX = """
         return len(self.items)
 """
 OUT = Path("demo.svg")
-WISH = "circle, outline"
+WISH = "clock, outline"
 SEED = 5
 ATTEMPTS = 3  # of the board and of the icon; the first usually does
 
