@@ -163,7 +163,7 @@ def causal(tmp_path_factory: pytest.TempPathFactory) -> str:
     save_model(DiffusionGemma(ModelConfig.preset("tiny")).init_weights(0, 0.1), folder)
     (folder / "tokenizer.json").write_text(byte_tokenizer().to_json(), encoding="utf-8")
     (folder / "chat_template.jinja").write_text(default_chat_template(), encoding="utf-8")
-    (folder / "generation_config.json").write_text('{"svg_mode": "ar"}', encoding="utf-8")
+    (folder / "dgemma.json").write_text('{"svg_mode": "ar"}', encoding="utf-8")
     return str(folder)
 
 

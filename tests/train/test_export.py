@@ -89,9 +89,10 @@ def test_what_is_shipped_loads_with_its_settings(model: DiffusionGemma, tmp_path
     with Engine.load(tmp_path / "out", "cpu") as engine:
         assert (engine.svg_mode, engine.params.t_min, engine.params.t_max) == ("ar", 0.1, 0.4)
         assert engine.template is not None
-    written, nano = (folder / "generation_config.json" for folder in (tmp_path / "out", ASSETS / "nano"))
     ends = {"eos_token_id": list(model.config.eos_token_ids)}
-    assert json.loads(written.read_text()) == json.loads(nano.read_text()) | ends
+    for name, differs in (("generation_config.json", ends), ("dgemma.json", {})):
+        written, nano = (json.loads((folder / name).read_text()) for folder in (tmp_path / "out", ASSETS / "nano"))
+        assert written == nano | differs
 
 
 def test_raw_needs_nothing_but_torch_and_safetensors(tmp_path: Path) -> None:

@@ -135,16 +135,11 @@ class Released(NamedTuple):
 
 
 def released_params(folder: Path) -> Released:
-    """What a checkpoint's `generation_config.json` says; `svg_mode` is a key of our own, which Transformers ignores."""
-    file = folder / "generation_config.json"
-    if not file.is_file():
-        return Released()
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(data, Mapping):
-            raise ValueError("it does not hold a JSON object")
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"cannot read {file}: {error}") from None
+    """What a checkpoint's `generation_config.json` says, and its `dgemma.json`, which holds what is our own.
+
+    Transformers refuses a generation config of this model that has a key it does not know.
+    """
+    data, own = _read_object(folder / "generation_config.json"), _read_object(folder / "dgemma.json")
     names = {
         "max_denoising_steps": "steps", "t_min": "t_min", "t_max": "t_max", "stability_threshold": "stability",
         "confidence_threshold": "confidence",
@@ -155,7 +150,23 @@ def released_params(folder: Path) -> Released:
         options["entropy_bound"] = sampler["entropy_bound"]
     ends = data.get("eos_token_id")
     ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    svg_mode = data.get("svg_mode", "diffusion")
+    svg_mode = own.get("svg_mode", "diffusion")
+    problems = [f"{name}: there is no such setting" for name in own if name != "svg_mode"]
     if svg_mode not in ("diffusion", "ar"):
-        raise ConfigError(f"{file}: svg_mode must be 'diffusion' or 'ar', got {svg_mode!r}")
+        problems.append(f"svg_mode must be 'diffusion' or 'ar', got {svg_mode!r}")
+    if problems:
+        raise ConfigError(f"{folder / 'dgemma.json'} cannot be honoured", problems)
     return Released(SamplingParams.build(**options), tuple(t for t in ids if type(t) is int), svg_mode)
+
+
+def _read_object(file: Path) -> Mapping[str, Any]:
+    """Empty if there is no such file."""
+    if not file.is_file():
+        return {}
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(data, Mapping):
+            raise ValueError("it does not hold a JSON object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"cannot read {file}: {error}") from None
+    return data

@@ -41,10 +41,11 @@ def ship(source: Path, out: Path, tokenizer: Path) -> int:
         "t_max": released.t_max,
         "stability_threshold": released.stability,
         "confidence_threshold": released.confidence,
-        "sampler_config": {"entropy_bound": released.entropy_bound},
-        "svg_mode": SVG_MODE,
+        # Transformers looks its class up by that name, and fails without it.
+        "sampler_config": {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": released.entropy_bound},
     }
-    (out / "generation_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    for name, data in (("generation_config.json", config), ("dgemma.json", {"svg_mode": SVG_MODE})):
+        (out / name).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     return sum(path.stat().st_size for path in out.iterdir())
 
 
