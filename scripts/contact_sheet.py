@@ -1,6 +1,7 @@
 """A sheet of icons that the model draws for held-out names, one seed after another: nothing is picked by hand.
 
-    python scripts/contact_sheet.py --out docs/nano_icons.png
+    python scripts/contact_sheet.py --out docs/nano_icons.png                      # the way that the model draws
+    python scripts/contact_sheet.py --out docs/nano_icons_diffusion.png --mode diffusion
     python scripts/contact_sheet.py --out docs/nano_icons.png --answers svg.jsonl  # by `dgemma eval svg --output`
 
 The names are the first of the built-in set, the seeds count on from --seed, each has one attempt. An answer that is not
@@ -15,18 +16,20 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from PIL import Image, ImageDraw, ImageFont
 
 from diffusiongemma.engine import Engine
+from diffusiongemma.errors import InputError
 from diffusiongemma.tasks import svg
 
 ICON, PAD, LABEL, HEAD = 96, 14, 30, 40  # pixels: picture, margin around it, text below it, line on top
 SCALE = 2  # drawn so many times larger, for screens with fine pixels
 INK, FAINT, MUTED, FAULT, FAULT_AREA, RULE = "#111111", "#e5b9b4", "#555555", "#b42318", "#fdecea", "#dddddd"
 BATCH = 16
+WAYS = {"diffusion": "by diffusion", "ar": "one token after another"}
 
 
 @dataclass(frozen=True)
@@ -43,10 +46,11 @@ class Cell:
         return cls(wish, seed, text, svg.grade(text))
 
 
-def answers(engine: Engine, wishes: Sequence[str], seed: int, steps: int | None = None) -> list[Cell]:
-    """One answer a wish; wish number i gets the seed `seed` + i."""
+def answers(engine: Engine, wishes: Sequence[str], seed: int, mode: str, steps: int | None = None) -> list[Cell]:
+    """One answer a wish; wish number i gets the seed `seed` + i. The twin takes its best token each time."""
     cells: list[Cell] = []
-    options = {} if steps is None else {"steps": steps}
+    options: dict[str, Any] = {"mode": mode} | ({"temperature": 0.0} if mode == "ar" else {})
+    options |= {} if steps is None else {"steps": steps}
     for first in range(0, len(wishes), BATCH):
         some = wishes[first : first + BATCH]
         results = engine.generate_batch([svg.prompt(engine, wish) for wish in some], seed=seed + first, **options)
@@ -54,13 +58,15 @@ def answers(engine: Engine, wishes: Sequence[str], seed: int, steps: int | None 
     return cells
 
 
-def kept_answers(path: Path, count: int) -> list[Cell]:
-    """The first answers of a file that `dgemma eval svg --output` wrote, perhaps on a machine without a renderer
+def kept_answers(path: Path, count: int) -> tuple[str, list[Cell]]:
+    """The first answers of a file that `dgemma eval svg --output` wrote, perhaps on a machine without a renderer, and
+    how they were made.
 
     Where a wish was drawn several times, the first attempt.
     """
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[:count]]
-    return [Cell.of(row["case"], row["seed"], (row.get("tried") or [row])[0]["text"]) for row in rows]
+    cells = [Cell.of(row["case"], row["seed"], (row.get("tried") or [row])[0]["text"]) for row in rows]
+    return rows[0]["mode"], cells
 
 
 def sheet(cells: Sequence[Cell], columns: int, title: str) -> Image.Image:
@@ -111,18 +117,24 @@ def main(
     columns: Annotated[int, typer.Option(min=1)] = 8,
     seed: Annotated[int, typer.Option(min=0, help="Of the first icon.")] = 0,
     steps: Annotated[int | None, typer.Option(min=1, help="At most (default: what the model's settings say).")] = None,
+    mode: Annotated[str | None, typer.Option(help="diffusion or ar (default: as the model draws).")] = None,
     kept: Annotated[Path | None, typer.Option("--answers", help="Run nothing: draw what this file holds.")] = None,
 ) -> None:
     """Draw the first held-out names, and write one picture of all of them."""
     if kept is not None:
-        cells = kept_answers(kept, count)
+        if mode is not None or steps is not None:
+            raise InputError("--mode and --steps have no effect with --answers: they are made already")
+        mode, cells = kept_answers(kept, count)
     else:
         wishes = [case.prompt for case in svg.cases()[:count]]
         with Engine.load(model) as engine:
-            cells = answers(engine, wishes, seed, steps)
+            mode = engine.svg_mode if mode is None else mode
+            cells = answers(engine, wishes, seed, mode, steps)
     good, visible = (sum(values) for values in zip(*((c.grade.ok, c.grade.visible) for c in cells), strict=True))
     seeds = f"seeds {cells[0].seed} to {cells[-1].seed}"
-    title = f"{model} · first {len(cells)} held-out names · {seeds}, one attempt each · {good} sound icons"
+    title = (
+        f"{model}, {WAYS[mode]} · first {len(cells)} held-out names · {seeds}, one attempt each · {good} sound icons"
+    )
     picture = sheet(cells, columns, title)
     # Few shades of a few colours: a palette makes the file a third of the size and looks the same.
     picture.quantize(64, dither=Image.Dither.NONE).save(out, optimize=True)

@@ -61,10 +61,11 @@ LINE, BLOCKS = {"sets": ["line"]}, {"sets": ["lines", "inside"]}
 BOARDS = {"sets": ["qqwing_expert", "gymnasium_sudoku"]}
 EIGHT = {"candidates": 8, "check": "python"}
 EVALUATIONS = {
+    "svg-ar": Evaluation(plan_svg, how={"mode": "ar"}),  # how nano draws
+    "sudoku": Evaluation(plan_sudoku, {"sets": [*BOARDS["sets"], "own_36_46"], "attempts": 5}),
     "svg": Evaluation(plan_svg, {"attempts": 6}),
     "line": Evaluation(plan_infill, LINE),
     "line-8": Evaluation(plan_infill, LINE | EIGHT),
-    "sudoku": Evaluation(plan_sudoku, {"sets": [*BOARDS["sets"], "own_36_46"], "attempts": 5}),
     "svg-careful": Evaluation(plan_svg, how={"limit": 200, "steps": "96", "option": ["entropy_bound=0.05"]}),
     "blocks": Evaluation(plan_infill, BLOCKS, {"limit": 250}),
     "line-ar": Evaluation(plan_infill, LINE, {"mode": "ar"}),
@@ -78,7 +79,6 @@ EVALUATIONS = {
     "svg-steps": Evaluation(plan_svg, how={"limit": 200, "steps": "8,16,24,32,48,96"}),
     "line-careful": Evaluation(plan_infill, LINE, {"option": ["entropy_bound=0.05"]}),
     "blocks-8": Evaluation(plan_infill, BLOCKS | EIGHT, {"limit": 250}),
-    "svg-ar": Evaluation(plan_svg, how={"limit": 200, "mode": "ar"}),
     "arithmetic": Evaluation(plan_arithmetic, how={"mode": "both"}),
     "sudoku-gen": Evaluation(plan_sudoku, {"sets": ["npm_sudoku_gen"], "attempts": 5}),
 }

@@ -24,7 +24,10 @@ def test_demo_solves_fills_and_draws(tmp_path: Path) -> None:
     assert "solved: every row, column and box holds 1 to 9" in result.stderr
     assert "item):\n        self.items.append(item)\n    def pop(self):" in result.stdout
     assert result.stderr.count("tokens per forward") == 2
+    assert "an icon: clock, outline, one token after another" in result.stderr
+    assert "1 of 3 attempts, the best token each time" in result.stderr
     assert out.read_text().startswith("<svg")
+    assert not out.with_suffix(".raw.txt").exists()  # sound as it came
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 

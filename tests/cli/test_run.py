@@ -71,9 +71,11 @@ def test_flags_arrive_under_the_names_of_the_options() -> None:
     assert CliRunner().invoke(small, line.split()).exit_code == 0
     assert CliRunner().invoke(small, ["--canvas", "adaptive"]).exit_code == 0
     assert CliRunner().invoke(small, []).exit_code == 0
+    assert CliRunner().invoke(small, ["--diffusion"]).exit_code == 0
     assert got[0] == Settings("x", "cpu", "float32", as_json=True, options=options)
     assert got[1].options == {"canvas": "adaptive"}
     assert got[2] == Settings()
+    assert got[3].options == {"mode": "diffusion"}
 
 
 # ---- output ----------------------------------------------------------------------------------------------------------

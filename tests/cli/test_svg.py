@@ -11,14 +11,22 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner, Result
 
+from diffusiongemma import ModelConfig
+from diffusiongemma.checkpoint import save_model
 from diffusiongemma.cli import app, show
 from diffusiongemma.cli.options import Settings
 from diffusiongemma.cli.show import Json
 from diffusiongemma.cli.svg import check_target, draw, free_name, preview
-from diffusiongemma.engine import Draft, Engine, Event, Request
+from diffusiongemma.engine import Draft, Engine, Event, Request, SamplingParams
+from diffusiongemma.engine.engine import ASSETS
+from diffusiongemma.engine.params import released_params
 from diffusiongemma.errors import DiffusionGemmaError, InputError
+from diffusiongemma.model import DiffusionGemma
 from diffusiongemma.tasks.svg import document, grade
 from diffusiongemma.tasks.svg_render import coverage
+from diffusiongemma.text import default_chat_template
+from diffusiongemma.text.bytes import byte_tokenizer
+from diffusiongemma.train.ship import SVG_MODE
 
 QUICK = ("--model", "random:tiny", "--steps", "1", "--max-new-tokens", "8")
 FILLED = '<svg viewBox="0 0 24 24"><path fill="currentColor" d="M4 4h16v16H4z"/></svg>'
@@ -35,15 +43,15 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def answer_with(monkeypatch: pytest.MonkeyPatch, texts: Sequence[str]) -> list[int | None]:
+def answer_with(monkeypatch: pytest.MonkeyPatch, texts: Sequence[str]) -> list[SamplingParams]:
     """The real request runs, and its text is replaced: everything but the weights is the real thing."""
-    asked: list[int | None] = []
+    asked: list[SamplingParams] = []
     real = show.follow
 
     def follow(engine: Engine, request: Request, settings: Settings) -> show.Answer:
         answer = real(engine, request, settings)
         answer.text = texts[len(asked)]
-        asked.append(request.params.seed)
+        asked.append(request.params)
         return answer
 
     monkeypatch.setattr(show, "follow", follow)
@@ -78,7 +86,7 @@ def test_nothing_is_overwritten_unless_named(monkeypatch: pytest.MonkeyPatch) ->
 def test_an_answer_that_cannot_be_drawn_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = answer_with(monkeypatch, [BROKEN] * 6)
     result = run("bell", "--seed", "5")
-    assert asked == [5, 6, 7, 8, 9, 10]
+    assert [params.seed for params in asked] == [5, 6, 7, 8, 9, 10]
     assert "6 of 6 attempts, seed 5" in result.stderr  # of equals the first
     assert result.exit_code == 1
     assert [path.name for path in Path().iterdir()] == ["bell.raw.txt"]
@@ -111,7 +119,7 @@ def test_attempts_take_the_next_seed(
     asked = answer_with(monkeypatch, texts)
     result = run("bell", "--seed", "7", "--attempts", str(attempts), "--json", "--no-png")
     assert result.exit_code == 0, result.output
-    assert asked == seeds
+    assert [params.seed for params in asked] == seeds
     report = json.loads(result.stdout.splitlines()[-1])
     assert report["kind"] == "icon"
     assert report["attempts"] == len(seeds)
@@ -125,9 +133,10 @@ def test_attempts_take_the_next_seed(
 def test_a_fresh_seed_is_counted_on(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = answer_with(monkeypatch, [BROKEN] * 3)
     assert run("bell", "--attempts", "3").exit_code == 1
-    assert asked[0] is None
-    assert asked[1] is not None
-    assert asked[2] == asked[1] + 1
+    first, second, third = (params.seed for params in asked)
+    assert first is None
+    assert second is not None
+    assert third == second + 1
 
 
 def test_the_same_again_is_no_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,6 +151,97 @@ def test_the_same_again_is_no_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "has no effect at temperature 0" in str(refused.exception)
     assert CliRunner().invoke(app, ["svg", *best[:2], *best[4:], "--attempts", "2"]).exit_code == 1
     assert len(asked) == 3
+
+
+# ---- how a model draws ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def causal(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random model whose settings say that it draws one token after another."""
+    folder = tmp_path_factory.mktemp("causal") / "causal"
+    save_model(DiffusionGemma(ModelConfig.preset("tiny")).init_weights(0, 0.1), folder)
+    (folder / "tokenizer.json").write_text(byte_tokenizer().to_json(), encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(default_chat_template(), encoding="utf-8")
+    (folder / "dgemma.json").write_text('{"svg_mode": "ar"}', encoding="utf-8")
+    return str(folder)
+
+
+def ask(model: str, *args: str) -> Result:
+    return CliRunner().invoke(app, ["svg", "bell", "--model", model, "--max-new-tokens", "8", "--seed", "7", *args])
+
+
+@pytest.mark.parametrize(
+    ("args", "temperatures"),
+    [
+        ([], [0.0, 0.5, 0.5]),
+        (["--ar"], [0.0, 0.5, 0.5]),
+        (["--temperature", "0.7"], [0.7, 0.7, 0.7]),
+        (["--top-p", "0.9"], [0.5, 0.5, 0.5]),  # which has no effect on the best token
+    ],
+)
+def test_a_model_that_draws_causally(
+    args: list[str], temperatures: list[float], causal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = answer_with(monkeypatch, [BROKEN, BROKEN, FILLED])
+    result = ask(causal, "--json", *args)
+    assert result.exit_code == 0, result.exception
+    assert [params.mode for params in asked] == ["ar"] * 3
+    assert [params.temperature for params in asked] == temperatures
+    assert [params.seed for params in asked] == [7, 8, 9]
+    report = json.loads(result.stdout.splitlines()[-1])
+    assert (report["mode"], report["temperature"], report["seed"]) == ("ar", temperatures[2], 9)
+
+
+def test_the_best_tokens_have_no_seed_to_tell(causal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer_with(monkeypatch, [FILLED, BROKEN, FILLED])
+    assert "1 of 6 attempts, the best token each time\n" in ask(causal).stderr
+    assert "2 of 6 attempts, seed 8\n" in ask(causal).stderr
+
+
+def test_a_canvas_can_be_asked_for(causal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = answer_with(monkeypatch, [BROKEN, FILLED])
+    result = ask(causal, "--diffusion", "--steps", "1", "--json")
+    assert result.exit_code == 0, result.exception
+    assert [(params.mode, params.steps, params.seed) for params in asked] == [("diffusion", 1, 7), ("diffusion", 1, 8)]
+    report = json.loads(result.stdout.splitlines()[-1])
+    assert (report["mode"], report["temperature"]) == ("diffusion", None)
+
+
+def test_without_a_habit_it_is_a_canvas(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = answer_with(monkeypatch, [FILLED])
+    assert ask("random:tiny", "--steps", "1").exit_code == 0
+    assert asked[0].mode == "diffusion"
+
+
+@pytest.mark.parametrize(
+    ("model", "args", "says"),
+    [
+        ("causal", ["--steps", "1"], "--steps would have no effect: "),
+        ("causal", ["--t-max", "0.9", "--no-early-stop"], "unless you add --diffusion"),
+        ("causal", ["--ar", "--steps", "1"], "steps has no effect in mode 'ar'"),
+        ("causal", ["--diffusion", "--temperature", "1"], "temperature has no effect in mode 'diffusion'"),
+        ("causal", ["--temperature", "0", "--attempts", "2"], "has no effect at temperature 0"),
+        ("random:tiny", ["--temperature", "1"], "temperature has no effect in mode 'diffusion'"),
+        ("random:tiny", ["--top-p", "2"], "top_p must be"),
+    ],
+)
+def test_options_of_the_other_way_are_refused(model: str, args: list[str], says: str, causal: str) -> None:
+    result = ask(causal if model == "causal" else model, *args)
+    assert isinstance(result.exception, DiffusionGemmaError)
+    assert says in str(result.exception)
+    assert list(Path().iterdir()) == []
+
+
+def test_the_habit_survives_quantising(causal: str, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["quantize", causal, "small", "--format", "int8", "--device", "cpu"])
+    assert done.exit_code == 0, done.output
+    with Engine.load(tmp_path / "small", "cpu") as engine:
+        assert engine.svg_mode == "ar"
+
+
+def test_the_shipped_model_draws_causally() -> None:
+    assert released_params(ASSETS / "nano").svg_mode == SVG_MODE == "ar"
 
 
 def test_random_weights_draw_nothing_but_the_whole_command_runs() -> None:

@@ -87,12 +87,23 @@ def test_stop_takes_one_or_several() -> None:
 
 
 def test_the_checkpoints_own_settings(tmp_path) -> None:
-    assert released_params(tmp_path) == (SamplingParams(), ())
+    assert released_params(tmp_path) == (SamplingParams(), (), "diffusion")
     data = {"max_denoising_steps": 20, "t_max": 0.9, "sampler_config": {"entropy_bound": 0.3}, "eos_token_id": [1, 106]}
     (tmp_path / "generation_config.json").write_text(json.dumps(data))
-    params, ends = released_params(tmp_path)
+    params, ends, svg_mode = released_params(tmp_path)
+    assert svg_mode == "diffusion"
     assert (params.steps, params.t_max, params.entropy_bound, params.t_min) == (20, 0.9, 0.3, 0.4)
     assert ends == (1, 106)
+    (tmp_path / "dgemma.json").write_text('{"svg_mode": "ar"}')
+    assert released_params(tmp_path) == (params, ends, "ar")
+    for wrong in ("causal", None, ["ar"]):
+        (tmp_path / "dgemma.json").write_text(json.dumps({"svg_mode": wrong}))
+        with pytest.raises(ConfigError, match="svg_mode must be 'diffusion' or 'ar'"):
+            released_params(tmp_path)
+    (tmp_path / "dgemma.json").write_text('{"svg": "ar"}')
+    with pytest.raises(ConfigError, match="svg: there is no such setting"):
+        released_params(tmp_path)
+    (tmp_path / "dgemma.json").unlink()
     (tmp_path / "generation_config.json").write_text("[")
     with pytest.raises(ConfigError, match="generation_config"):
         released_params(tmp_path)

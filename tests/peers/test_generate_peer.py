@@ -16,6 +16,8 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import Entro
 import diffusiongemma as dg
 from diffusiongemma.diffusion.beliefs import pick
 from diffusiongemma.engine import Request, SamplingParams, collect
+from diffusiongemma.engine.engine import ASSETS
+from diffusiongemma.engine.params import released_params
 from diffusiongemma.text.bytes import byte_tokenizer
 
 from .stock import save_stock, stock_model
@@ -29,6 +31,16 @@ CALM: dict[str, Any] = dict(
     layer_types=["sliding_attention", "sliding_attention", "full_attention"],
     gain=0.5,
 )
+
+
+def test_transformers_reads_the_embedded_models_settings() -> None:
+    theirs = stock_generation.DiffusionGemmaGenerationConfig.from_pretrained(ASSETS / "nano")
+    ours, ends, _ = released_params(ASSETS / "nano")
+    assert isinstance(theirs.sampler_config, EntropyBoundSamplerConfig)
+    assert theirs.sampler_config.entropy_bound == ours.entropy_bound
+    assert (theirs.max_denoising_steps, theirs.t_min, theirs.t_max) == (ours.steps, ours.t_min, ours.t_max)
+    assert (theirs.stability_threshold, theirs.confidence_threshold) == (ours.stability, ours.confidence)
+    assert tuple(theirs.eos_token_id) == ends
 
 
 class Tape:

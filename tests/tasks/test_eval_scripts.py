@@ -263,5 +263,5 @@ def test_an_evaluation_that_fails_does_not_stop_the_next(tmp_path: Path, monkeyp
 
 
 def test_a_name_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no evaluation 'svgs'; there are: svg, line"):
+    with pytest.raises(InputError, match="no evaluation 'svgs'; there are: svg-ar, sudoku, svg, line"):
         load("evaluate").main(tmp_path, only="line,svgs")

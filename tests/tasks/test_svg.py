@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from diffusiongemma.engine import Engine
-from diffusiongemma.errors import DataError, InputError, SvgError
+from diffusiongemma.errors import ConfigError, DataError, InputError, SvgError
 from diffusiongemma.tasks import format, svg
 from diffusiongemma.tasks.svg import SvgCase, cases, document, grade, render
 from diffusiongemma.tasks.svg_render import MAX_SIZE, coverage
@@ -253,6 +253,28 @@ def test_sheet_is_made_by_seeds(script: ModuleType, tmp_path: Path, capsys: pyte
         assert image.size[0] == 2 * (script.ICON + 2 * script.PAD) * script.SCALE
     with Engine.load("random:tiny") as engine:
         wishes = [case.prompt for case in cases()[:3]]
-        cells = script.answers(engine, wishes, 5, 1)
+        cells = script.answers(engine, wishes, 5, "diffusion", 1)
         assert [cell.seed for cell in cells] == [5, 6, 7]
         assert cells[2].text == engine.generate(svg.prompt(engine, wishes[2]), seed=7, steps=1).text
+        twin = script.answers(engine, wishes[:1], 5, "ar")[0].text
+        assert twin == engine.generate(svg.prompt(engine, wishes[0]), mode="ar", temperature=0.0).text
+        with pytest.raises(ConfigError, match="steps has no effect in mode 'ar'"):
+            script.answers(engine, wishes[:1], 5, "ar", 1)
+
+
+def test_sheet_of_kept_answers(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, titles = tmp_path / "svg.jsonl", []
+    again = [{"text": FILLED}, {"text": "<svg"}]
+    rows = [{"mode": "ar", "case": "a", "seed": 0, "text": FILLED, "tried": []}]
+    rows += [{"mode": "ar", "case": "b", "seed": 1_000, "text": "<svg", "tried": again}]
+    kept.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    mode, cells = script.kept_answers(kept, 64)
+    assert (mode, [(cell.wish, cell.seed, cell.text) for cell in cells]) == (
+        "ar", [("a", 0, FILLED), ("b", 1_000, FILLED)],
+    )  # fmt: skip
+    real = script.sheet
+    monkeypatch.setattr(script, "sheet", lambda *args: titles.append(args[2]) or real(*args))
+    script.main(tmp_path / "sheet.png", kept=kept, columns=2)
+    assert titles[0].startswith("nano, one token after another · first 2 held-out names · seeds 0 to 1000")
+    with pytest.raises(InputError, match="--mode and --steps have no effect with --answers"):
+        script.main(tmp_path / "sheet.png", kept=kept, mode="diffusion")

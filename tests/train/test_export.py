@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tomllib
@@ -13,11 +14,15 @@ from safetensors.torch import load_file, save_file
 
 from diffusiongemma.checkpoint import load_model
 from diffusiongemma.config import ModelConfig
+from diffusiongemma.engine import Engine
+from diffusiongemma.engine.engine import ASSETS
 from diffusiongemma.errors import CheckpointError
 from diffusiongemma.model import DiffusionGemma
 from diffusiongemma.model.quantize import Scheme
 from diffusiongemma.ops.quant import dequantize, quantize
+from diffusiongemma.text.bytes import byte_tokenizer
 from diffusiongemma.train.export import SHARD_BYTES, export, load_raw, save_raw
+from diffusiongemma.train.ship import ship
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +78,21 @@ def test_nano_in_int8_is_four_shards_of_15_mib(tmp_path: Path) -> None:
     assert len(files) <= 4
     assert max(files) <= 15 << 20
     assert SHARD_BYTES <= 15 << 20
+
+
+def test_what_is_shipped_loads_with_its_settings(model: DiffusionGemma, tmp_path: Path) -> None:
+    save_raw(model, tmp_path / "raw", int8=True)
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text(byte_tokenizer().to_json(), encoding="utf-8")
+    size = ship(tmp_path / "raw", tmp_path / "out", tmp_path / "tokenizer")
+    assert size == sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
+    with Engine.load(tmp_path / "out", "cpu") as engine:
+        assert (engine.svg_mode, engine.params.t_min, engine.params.t_max) == ("ar", 0.1, 0.4)
+        assert engine.template is not None
+    ends = {"eos_token_id": list(model.config.eos_token_ids)}
+    for name, differs in (("generation_config.json", ends), ("dgemma.json", {})):
+        written, nano = (json.loads((folder / name).read_text()) for folder in (tmp_path / "out", ASSETS / "nano"))
+        assert written == nano | differs
 
 
 def test_raw_needs_nothing_but_torch_and_safetensors(tmp_path: Path) -> None:

@@ -35,7 +35,8 @@ log = logging.getLogger(__name__)
 # Files of the source that belong to the model but are not the network: they are copied as they are.
 SIDE_FILES = (
     "tokenizer.json tokenizer.model tokenizer_config.json special_tokens_map.json added_tokens.json "
-    "chat_template.jinja chat_template.json generation_config.json processor_config.json preprocessor_config.json"
+    "chat_template.jinja chat_template.json generation_config.json dgemma.json processor_config.json "
+    "preprocessor_config.json"
 ).split()
 
 

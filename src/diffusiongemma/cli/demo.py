@@ -30,7 +30,7 @@ SUFFIX = """
         return len(self.items)
 """
 OUT = Path("demo.svg")
-WISH = "circle, outline"
+WISH = "clock, outline"
 SEED = 5
 ATTEMPTS = 3  # of the board and of the icon; the first usually does
 
@@ -55,7 +55,8 @@ def run(
         done = solve(engine, puzzle, settings, ATTEMPTS) is not None
         tell("\n2 of 3 · a hole in Python code, from both of its sides")
         done = done and _fill(engine, settings)
-        tell(f"\n3 of 3 · an icon: {wish}")
+        how = ", one token after another, for so it draws best" if engine.svg_mode == "ar" else ""
+        tell(f"\n3 of 3 · an icon: {wish}{how}")
         hot = replace(settings, options={**settings.options, "max_new_tokens": 256})
         done = done and draw(engine, wish, hot, target, attempts=ATTEMPTS) is not None
     if not done:

@@ -44,7 +44,10 @@ class Flag:
 
 
 FLAGS = (
-    Flag("mode", bool, "diffusion", "One token after another through the causal path.", _BOTH, ("--ar",)),
+    Flag(
+        "mode", bool, "diffusion", "One token after another through the causal path, or a canvas (the default).", _BOTH,
+        ("--ar/--diffusion",),
+    ),
     Flag("max_new_tokens", int, 256, "The answer is cut exactly there (DEFAULT).", _BOTH),
     Flag("seed", int, None, "The same seed gives the same text (default: a fresh one, told at the end).", _BOTH),
     Flag("stop", list[str], (), "Text that ends the answer and is no part of it; may be repeated.", _BOTH),
@@ -80,12 +83,20 @@ class Settings:
     as_json: bool = False
     options: dict[str, Any] = field(default_factory=dict)  # those that were written, as SamplingParams names them
 
-    def load(self) -> Engine:
-        """Check what can be checked at once, then load the model, which may take long."""
+    def load(self, either_mode: bool = False) -> Engine:
+        """Check what can be checked at once, then load the model, which may take long.
+
+        `either_mode`: where no mode was written the model's own habit decides it, so options of the causal path alone
+        are no mistake yet.
+        """
         from diffusiongemma.engine import Engine, SamplingParams
+        from diffusiongemma.engine.params import without_effect
 
         # t_min and t_max are judged together, and one of them may be the checkpoint's own.
-        SamplingParams.build(**{k: v for k, v in self.options.items() if k not in ("t_min", "t_max")})
+        options = {k: v for k, v in self.options.items() if k not in ("t_min", "t_max")}
+        if either_mode and "mode" not in options and not without_effect("ar", self.options):
+            options["mode"] = "ar"
+        SamplingParams.build(**options)
         if self.plain and self.as_json:
             raise InputError("--plain and --json exclude each other: give one of the two")
         if "logprobs" in self.options and not self.as_json:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from diffusiongemma.tasks.svg import SvgGrade
 
 NOT_DRAWABLE = 1  # exit code
-ATTEMPTS = 6  # one after another: two of three answers are sound at once, so a batch would mostly be wasted
+ATTEMPTS = 6  # one after another: most answers are sound at once, so a batch would mostly be wasted
+REDRAW = 0.5  # temperature of the causal path's further attempts: at 0 it would say the same again
 RAW = ".raw.txt"  # suffix of an answer as it came
 WHITE = "#ffffff"
 PREVIEW = 32  # columns of the picture in a terminal
@@ -44,6 +45,10 @@ def svg(
 ) -> None:
     """Draw an icon. What is written is sanitised: plain shapes, nothing that could run or refer to anything.
 
+    A model draws as its own settings say, nano one token after another; --ar and --diffusion decide it. Without
+    --temperature or --top-p the causal path takes its best tokens first, so for another picture give
+    --temperature 0.5 and a --seed.
+
     An answer that is not well-formed, breaks the grammar of paths or shows nothing is drawn again with the next seed;
     the best is kept. If nothing can be drawn of the answer, it is kept beside as .raw.txt, and the exit code is 1.
     """
@@ -51,7 +56,7 @@ def svg(
         raise InputError("there is nothing to draw: say what, such as 'bell, outline'")
     allowed = attempts_allowed(attempts, settings)
     target = check_target(out) if out is not None else free_name(wish)
-    with settings.load() as engine:
+    with settings.load(either_mode=True) as engine:
         drawn = draw(engine, wish, settings, target, png=png, size=size, attempts=allowed)
     if drawn is None:
         raise typer.Exit(INTERRUPTED)
@@ -67,21 +72,39 @@ def attempts_allowed(wanted: int | None, settings: Settings) -> int:
     return wanted or (1 if same else ATTEMPTS)
 
 
+def drawing_options(engine: Engine, options: dict[str, Any]) -> dict[str, Any]:
+    """The written options and how this model draws, where none of them says it."""
+    from diffusiongemma.engine.params import without_effect
+
+    if "mode" in options:
+        return dict(options)
+    if engine.svg_mode == "ar" and (wrong := without_effect("ar", options)):
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
+        raise InputError(
+            f"{flags} would have no effect: {engine.name} draws one token after another unless you add --diffusion"
+        )
+    return {**options, "mode": engine.svg_mode}
+
+
 @dataclass(frozen=True)
 class Attempt:
-    """One answer and what it is worth."""
+    """One answer and what it is worth. A temperature is the causal path's."""
 
     text: str
     seed: int
+    temperature: float | None
     grade: SvgGrade
+
+    @property
+    def how(self) -> str:
+        return "the best token each time" if self.temperature == 0 else f"seed {self.seed}"
 
 
 @dataclass(frozen=True)
 class Drawn:
     """What became of a wish. `raw` is the answer as it came, kept where the .svg is not all of it."""
 
-    grade: SvgGrade
-    seed: int
+    kept: Attempt
     attempts: int
     svg: Path | None = None
     png: Path | None = None
@@ -89,7 +112,9 @@ class Drawn:
 
     def to_dict(self) -> dict[str, Any]:
         files = {name: None if path is None else str(path) for name, path in self._files().items()}
-        return {"kind": "icon", **files, "seed": self.seed, "attempts": self.attempts, "grade": self.grade.to_dict()}
+        mode = "diffusion" if self.kept.temperature is None else "ar"
+        how = {"mode": mode, "temperature": self.kept.temperature, "seed": self.kept.seed, "attempts": self.attempts}
+        return {"kind": "icon", **files, **how, "grade": self.kept.grade.to_dict()}
 
     def _files(self) -> dict[str, Path | None]:
         return {"svg": self.svg, "png": self.png, "raw": self.raw}
@@ -102,14 +127,17 @@ def draw(
     from diffusiongemma.cli.show import follow, tell
     from diffusiongemma.tasks import svg as task
 
-    prompt, options = task.prompt(engine, wish), dict(settings.options)
-    tried: list[Attempt] = []
+    prompt, options = task.prompt(engine, wish), drawing_options(engine, settings.options)
+    causal, tried = options["mode"] == "ar", list[Attempt]()
     for _ in range(attempts):
-        answer = follow(engine, engine.request(prompt, **options), settings)
+        # The best tokens first; but top_p asks for a draw by lot.
+        heat = {"temperature": REDRAW if tried or "top_p" in options else 0.0} if causal else {}
+        request = engine.request(prompt, **heat | options)
+        answer = follow(engine, request, settings)
         if answer.cancelled or answer.end is None:
             return None
-        seed = answer.end.metrics.seed
-        tried.append(Attempt(answer.text, seed, task.grade(answer.text)))
+        seed, temperature = answer.end.metrics.seed, request.params.temperature if causal else None
+        tried.append(Attempt(answer.text, seed, temperature, task.grade(answer.text)))
         if tried[-1].grade.ok:
             break
         options["seed"] = (seed + 1) % (1 << 63)
@@ -133,7 +161,7 @@ def _write(best: Attempt, tried: int, target: Path, png: bool, size: int) -> Dra
         if raw is not None:
             raw.write_text(best.text, encoding="utf-8", errors="backslashreplace", newline="")
         if not best.grade.visible:
-            return Drawn(best.grade, best.seed, tried, raw=raw)
+            return Drawn(best, tried, raw=raw)
         markup = task.document(best.text, size)
         target.write_text(markup, encoding="utf-8", newline="\n")
         picture = target.with_suffix(".png") if png else None
@@ -141,12 +169,12 @@ def _write(best: Attempt, tried: int, target: Path, png: bool, size: int) -> Dra
             picture.write_bytes(task.render(markup, size, WHITE))
     except OSError as error:
         raise InputError(f"cannot write the icon: {error}; name another file with --out") from None
-    return Drawn(best.grade, best.seed, tried, target, picture, raw)
+    return Drawn(best, tried, target, picture, raw)
 
 
 def _remarks(drawn: Drawn, attempts: int) -> list[str]:
-    grade, lines = drawn.grade, []
-    after = f"{drawn.attempts} of {attempts} attempts, seed {drawn.seed}"
+    grade, lines = drawn.kept.grade, []
+    after = f"{drawn.attempts} of {attempts} attempts, {drawn.kept.how}"
     problems = "; ".join(grade.problems[:3]) + ("; …" if len(grade.problems) > 3 else "")
     if drawn.svg is None:
         lines.append(f"no icon: {problems} · {after} · the answer is in {drawn.raw}")

@@ -22,7 +22,7 @@ from diffusiongemma.engine.fill import FillResult, Template, fill_stream
 from diffusiongemma.engine.form import form_stream
 from diffusiongemma.engine.infill import InfillResult, infill_stream
 from diffusiongemma.engine.output import OutputText
-from diffusiongemma.engine.params import SamplingParams, released_params
+from diffusiongemma.engine.params import Mode, SamplingParams, released_params
 from diffusiongemma.engine.prompt import Prompt, build_prompt
 from diffusiongemma.engine.request import Request
 from diffusiongemma.engine.runner import Runner
@@ -49,18 +49,22 @@ class Engine:
         name: str = "model",
         params: SamplingParams | None = None,
         ends: Iterable[int] = (),
+        svg_mode: Mode = "diffusion",
         limits: Limits | None = None,
         kernels: bool | None = None,
         runner: Runner | None = None,
     ) -> None:
-        """`kernels`: Triton kernels and CUDA graphs; None: where they can run. `runner`: one that was made already."""
+        """`kernels`: Triton kernels and CUDA graphs; None: where they can run. `runner`: one that was made already.
+
+        `svg_mode`: how `dgemma svg` draws with this model unless told otherwise; nothing else reads it.
+        """
         if tokenizer.vocab_size > model.config.vocab_size:
             raise TokenizerError(
                 f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {model.config.vocab_size}: "
                 "they do not belong together"
             )
         self.model, self.tokenizer, self.template, self.name = model, tokenizer, template, name
-        self.params = params or SamplingParams()
+        self.params, self.svg_mode = params or SamplingParams(), svg_mode
         self.ends = tuple(sorted({*model.config.eos_token_ids, *ends}))
         special = tokenizer.special
         pairs = (("<|channel>", "<channel|>"), ("<|tool_call>", "<tool_call|>"))
@@ -99,10 +103,10 @@ class Engine:
             raise CheckpointError("the embedded model 'nano' is not part of this build; try 'random:tiny' or a folder")
         folder = embedded if str(name) == "nano" else resolve(name, revision)
         model = load_model(folder, device, dtype, quantize=quantize, group=group, progress=progress)
-        params, ends = released_params(folder)
+        released = released_params(folder)
         tokenizer, template = Tokenizer.from_pretrained(folder), ChatTemplate.find(folder)
-        options = {"name": str(name), "params": params, "ends": ends, "limits": limits, "kernels": kernels}
-        return cls(model, tokenizer, template, **options)
+        options = {"name": str(name), "limits": limits, "kernels": kernels}
+        return cls(model, tokenizer, template, **released._asdict(), **options)
 
     @classmethod
     def random(

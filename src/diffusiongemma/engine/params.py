@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from diffusiongemma.errors import ConfigError
 
@@ -54,8 +54,7 @@ class SamplingParams:
         known = {f.name for f in fields(cls)}
         problems = [f"{name}: there is no such option" for name in options if name not in known]
         mode = options.get("mode", "diffusion" if base is None else base.mode)
-        foreign = _AR_ONLY if mode == "diffusion" else _DIFFUSION_ONLY
-        problems += [f"{name} has no effect in mode {mode!r}" for name in options if name in foreign]
+        problems += [f"{name} has no effect in mode {mode!r}" for name in without_effect(mode, options)]
         if options.get("threshold") is not None and "entropy_bound" in options:
             problems.append("threshold replaces entropy_bound: give one of the two")
         if problems:
@@ -117,21 +116,30 @@ _DIFFUSION_ONLY = frozenset(
 )
 
 
+def without_effect(mode: str, options: Iterable[str]) -> list[str]:
+    """Of these options, those of the other mode."""
+    foreign = _AR_ONLY if mode == "diffusion" else _DIFFUSION_ONLY
+    return [name for name in options if name in foreign]
+
+
 def _number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
-def released_params(folder: Path) -> tuple[SamplingParams, tuple[int, ...]]:
-    """The sampler settings and end-of-text ids that a checkpoint's `generation_config.json` asks for."""
-    file = folder / "generation_config.json"
-    if not file.is_file():
-        return SamplingParams(), ()
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(data, Mapping):
-            raise ValueError("it does not hold a JSON object")
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"cannot read {file}: {error}") from None
+class Released(NamedTuple):
+    """What a checkpoint asks for: sampler settings, end-of-text ids, and how it draws icons unless told otherwise."""
+
+    params: SamplingParams = SamplingParams()
+    ends: tuple[int, ...] = ()
+    svg_mode: Mode = "diffusion"
+
+
+def released_params(folder: Path) -> Released:
+    """What a checkpoint's `generation_config.json` says, and its `dgemma.json`, which holds what is our own.
+
+    Transformers refuses a generation config of this model that has a key it does not know.
+    """
+    data, own = _read_object(folder / "generation_config.json"), _read_object(folder / "dgemma.json")
     names = {
         "max_denoising_steps": "steps", "t_min": "t_min", "t_max": "t_max", "stability_threshold": "stability",
         "confidence_threshold": "confidence",
@@ -142,4 +150,23 @@ def released_params(folder: Path) -> tuple[SamplingParams, tuple[int, ...]]:
         options["entropy_bound"] = sampler["entropy_bound"]
     ends = data.get("eos_token_id")
     ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    return SamplingParams.build(**options), tuple(t for t in ids if type(t) is int)
+    svg_mode = own.get("svg_mode", "diffusion")
+    problems = [f"{name}: there is no such setting" for name in own if name != "svg_mode"]
+    if svg_mode not in ("diffusion", "ar"):
+        problems.append(f"svg_mode must be 'diffusion' or 'ar', got {svg_mode!r}")
+    if problems:
+        raise ConfigError(f"{folder / 'dgemma.json'} cannot be honoured", problems)
+    return Released(SamplingParams.build(**options), tuple(t for t in ids if type(t) is int), svg_mode)
+
+
+def _read_object(file: Path) -> Mapping[str, Any]:
+    """Empty if there is no such file."""
+    if not file.is_file():
+        return {}
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(data, Mapping):
+            raise ValueError("it does not hold a JSON object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"cannot read {file}: {error}") from None
+    return data

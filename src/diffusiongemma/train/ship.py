@@ -12,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-from diffusiongemma.engine.params import SamplingParams
+from diffusiongemma.engine.params import Mode, SamplingParams
 from diffusiongemma.errors import DiffusionGemmaError
 from diffusiongemma.model import DiffusionGemma
 from diffusiongemma.tasks.format import RUN_IN
@@ -21,6 +21,8 @@ from diffusiongemma.train.export import export, load_raw
 
 # Cooler than the released 0.4 to 0.8: measured on held-out lines, a third of the steps for the same figures.
 T_MIN, T_MAX = 0.1, 0.4
+# One token after another: on a canvas the end of the text is decided first, so the shortest icon wins (docs/nano.md).
+SVG_MODE: Mode = "ar"
 BOS = "{{- bos_token -}}"
 NO_THOUGHT = "    {%- if not enable_thinking -%}{{- '<|channel>thought\\n<channel|>' -}}{%- endif -%}\n"
 TEMPLATE = Path(__file__).parent.parent / "text" / "gemma_chat.jinja"
@@ -39,9 +41,11 @@ def ship(source: Path, out: Path, tokenizer: Path) -> int:
         "t_max": released.t_max,
         "stability_threshold": released.stability,
         "confidence_threshold": released.confidence,
-        "sampler_config": {"entropy_bound": released.entropy_bound},
+        # Transformers looks its class up by that name, and fails without it.
+        "sampler_config": {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": released.entropy_bound},
     }
-    (out / "generation_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    for name, data in (("generation_config.json", config), ("dgemma.json", {"svg_mode": SVG_MODE})):
+        (out / name).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     return sum(path.stat().st_size for path in out.iterdir())
 
 
