@@ -18,9 +18,9 @@ FAR = 1 << 40
 
 def attend(
     got: Rows, q: Tensor, k: Tensor, v: Tensor, prefix: Prefix, new: New, causal: bool, window: int | None,
-    quant: torch.dtype | None, q_off: Tensor | None = None,
+    quant: torch.dtype | None,
 ) -> list[Part]:  # fmt: skip
-    """`prefix`: the cache as it was before; `q_off`: how far queries may be off that are not read as they are stored"""
+    """`prefix`: the cache as it was before"""
     want = torch.empty(q.shape, dtype=torch.float64, device=q.device)
     bound = torch.empty_like(want)
     slots, group = prefix.keys.shape[2], q.shape[1] // k.shape[1]
@@ -38,13 +38,11 @@ def attend(
             one = head // group
             keys = torch.cat((prefix.keys[row, one, held % slots], k[own, one])).double()
             values = torch.cat((prefix.values[row, one, held % slots], v[own, one])).double()
-            want[own, head], bound[own, head] = _head(
-                q[own, head].double(), keys, values, seen, None if q_off is None else q_off[own, head]
-            )
+            want[own, head], bound[own, head] = _head(q[own, head].double(), keys, values, seen)
     return rows("", got, want.flatten(1), bound.flatten(1), quant)
 
 
-def _head(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, q_off: Tensor | None) -> tuple[Tensor, Tensor]:
+def _head(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
     """q [T, Dh], k and v [S, Dh], seen [T, S] -> [T, Dh], and how far that may be off before it is stored"""
     scores = (q @ k.t()).masked_fill(~seen, -torch.inf)
     probs = scores.softmax(dim=1)
@@ -53,8 +51,6 @@ def _head(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, q_off: Tensor | None) -
     # A score is a float32 sum, and so is its exponential's argument.
     largest = scores.abs().nan_to_num(posinf=0.0).amax(dim=1)
     off = sum_float32(q.shape[1]) * q.norm(dim=1) * k.norm(dim=1).max() + A_FEW * largest
-    if q_off is not None:
-        off = off + (q_off.square() @ k.square().t()).sqrt().amax(dim=1)
     moved = off[:, None] * (size + want.abs() * probs.norm(dim=1, keepdim=True))
     # Weights are rounded to bfloat16 when they are made and when they are scaled anew. Keys are split into parts, and
     # the mean of each part is stored in bfloat16: so large as the whole, or as numbers are that are summed by chance.

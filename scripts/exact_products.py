@@ -157,12 +157,6 @@ def experts(got: Tensor, x: Given, index: Tensor, weight: Tensor, up: Matrix, do
     return [Part("", got, want, together(square.sqrt(), to_bf16(want)))]
 
 
-def mlp(got: Tensor, x: Given, up: Matrix, down: Matrix) -> list[Part]:
-    """x [N, D] through both products of a dense MLP -> [N, D]; arithmetic alone"""
-    want, off = _through(x, up, down, None, False, None)
-    return [Part("", got, want, together(off, to_bf16(want)))]
-
-
 def _through(x: Given, up: Matrix, down: Matrix, expert: int | None, form: bool, token: Tensor | None) -> Pair:
     hidden, off = _gated(product(x, up, expert, form, token))
     off = together(off, to_bf16(hidden), *([to_fp8(hidden)] if x.eight else []))

@@ -80,9 +80,7 @@ def after_attention(
 def after_feed_forward(
     got: tuple[Tensor, Rows], x: Tensor, dense: Tensor, sparse: Tensor, weights: tuple[Tensor, Tensor, Tensor],
     scalar: Tensor, following: Tensor, eps: float, quant: torch.dtype | None,
-    offs: tuple[Tensor, Tensor] | None = None,
 ) -> list[Part]:  # fmt: skip
-    """`offs`: how far the dense and the sparse contribution may be off that are not read as they are stored"""
     pairs = sparse.double().view(len(x), -1, x.shape[1]).sum(dim=1)
     one, two = norm(dense.double(), weights[0], eps), norm(pairs, weights[1], eps)
     both = one + two
@@ -90,12 +88,7 @@ def after_feed_forward(
     total = x.double() + both * factor
     # Any of these may be rounded to bfloat16 on the way: the sum over experts, both norms, their sum, its norm, the
     # sum with x.
-    bound = together(to_bf16(one), to_bf16(two), to_bf16(two), to_bf16(both))
-    if offs is not None:  # a norm moves each number as it moved before; its root hardly moves
-        for branch, weight, off in zip((dense, pairs), weights[:2], offs, strict=True):
-            root = (branch.double().square().mean(dim=-1, keepdim=True) + eps).sqrt()
-            bound = together(bound, off * weight.double() / root)
-    bound = bound * factor.abs()
+    bound = together(to_bf16(one), to_bf16(two), to_bf16(two), to_bf16(both)) * factor.abs()
     bound = together(bound, to_bf16(both * factor), to_bf16(total), sum_float32(x.shape[-1]) * both * factor)
     want, bound = total * scalar.double(), together(bound * scalar.double().abs(), to_bf16(total * scalar.double()))
     return [

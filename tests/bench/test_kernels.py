@@ -28,8 +28,9 @@ END = [
     ("_rescale_kernel", VOCABULARY), (VENDOR, VOCABULARY), (TORCH, REST),
 ]  # fmt: skip
 ONE = [  # a layer of a few tokens, one a row
-    ("few_kernel", ATTENTION), ("attend_one_kernel", ATTENTION), ("few_kernel", ATTENTION), ("route_one_kernel", REST),
-    ("both_up_kernel", EXPERTS), ("both_down_kernel", EXPERTS),
+    ("few_kernel", ATTENTION), ("_heads_kernel", ATTENTION), ("_attend_kernel", ATTENTION), ("_join_kernel", ATTENTION),
+    ("few_kernel", ATTENTION), ("route_one_kernel", REST), ("few_kernel", EXPERTS), ("few_kernel", EXPERTS),
+    ("_after_feed_forward_kernel", REST),
 ]  # fmt: skip
 LAYERS = 3
 
@@ -93,7 +94,13 @@ def test_overlap_is_charged_once() -> None:
 
 def test_kernels_that_announce_a_part_exist() -> None:
     """Renamed ones would put products into the wrong part without a word."""
-    marks = {"_rope_kernel", "_after_attention_kernel", "route_kernel", "_after_feed_forward_kernel"}
+    marks = {
+        "_rope_kernel",
+        "_after_attention_kernel",
+        "route_kernel",
+        "_after_feed_forward_kernel",
+        "route_one_kernel",
+    }
     names = {name for name, _ in [*BEGIN, *HEADS, *MLP, *SPARSE, *END, *ONE]} - {VENDOR, TORCH}
     assert marks | names <= families().keys()
 

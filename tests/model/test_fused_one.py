@@ -1,4 +1,4 @@
-"""A pass with one new token of each of a few rows, in six operations a layer, against the chain of single ones."""
+"""A pass with one new token of each of a few rows, whose router is one operation, against the chain of single ones."""
 
 from __future__ import annotations
 
@@ -39,12 +39,7 @@ def network(kind: str | None) -> DiffusionGemma:
 
 def chained(ops: Ops) -> Ops:
     """The same where every operation is a kernel of its own"""
-    return replace(
-        ops,
-        attend_one=one.attend(ops.split_heads, ops.attend),
-        route_one=one.route(ops.after_attention, ops.route),
-        feed_forward_one=one.feed_forward(ops.geglu, ops.linear, ops.experts, ops.after_feed_forward),
-    )
+    return replace(ops, route_one=one.route(ops.after_attention, ops.route))
 
 
 def noted(ops: Ops, calls: list[str]) -> Ops:
@@ -55,7 +50,7 @@ def noted(ops: Ops, calls: list[str]) -> Ops:
 
         return run
 
-    names = ("attend_one", "route_one", "feed_forward_one", "attend", "after_attention", "linear")
+    names = ("attend", "route_one", "after_attention", "experts", "after_feed_forward")
     changed: dict[str, Any] = {name: note(name, getattr(ops, name)) for name in names}
     return replace(ops, **changed)
 
@@ -98,15 +93,14 @@ def test_it_computes_what_the_chain_does(kind: str | None) -> None:
     assert prepare(model, torch_ops()) == []
     ops = triton_ops()
     got = drawn(model, noted(ops, calls))
-    assert calls == ["linear", "attend_one", "linear", "route_one", "feed_forward_one"] * len(model.layers)
-    # The scores of the router are summed in another order, and nothing else behind attention.
-    chain = drawn(model, replace(chained(ops), attend_one=ops.attend_one))
+    assert calls == ["attend", "route_one", "experts", "after_feed_forward"] * len(model.layers)
+    # The scores of the router are summed in another order, and nothing else.
+    chain = drawn(model, chained(ops))
     assert all(error(a, b) < 5e-3 for a, b in zip(got, chain, strict=True))
     assert error(got[0], chain[0].flip(0)) > 0.5  # so much is something else
-    if kind in ("fp8", "int4"):  # they carry on any bit by which attention differs: a wide step here, an expert there
+    if kind in ("fp8", "int4"):  # they carry on any bit by which the twins differ: a wide step here, an expert there
         return
-    for others in (chained(ops), replace(torch_ops(), few=4)):
-        assert all(error(a, b) < 5e-2 for a, b in zip(got, drawn(model, others), strict=True))
+    assert all(error(a, b) < 5e-2 for a, b in zip(got, drawn(model, replace(torch_ops(), few=4)), strict=True))
 
 
 def test_a_pass_finds_what_the_one_before_has_kept() -> None:
@@ -121,21 +115,21 @@ def test_who_goes_that_way() -> None:
     model, calls = network(None), list[str]()
     twins = noted(replace(torch_ops(), few=4), calls)
     drawn(model, twins, (5, 6, 7, 8))
-    assert calls.count("attend_one") == 2
-    assert "attend" not in calls
+    assert calls.count("route_one") == 2
+    assert "after_attention" not in calls
     calls.clear()
     drawn(model, twins, (5, 6, 7, 8, 9))
-    assert calls.count("attend") == 2
-    assert "attend_one" not in calls
+    assert calls.count("after_attention") == 2
+    assert "route_one" not in calls
     calls.clear()
     drawn(model, noted(replace(triton_ops(exact=True), attend=torch_ops().attend), calls), (5,))
-    assert "attend" in calls
-    assert "attend_one" not in calls
+    assert "after_attention" in calls
+    assert "route_one" not in calls
     calls.clear()
     pool = CachePool(CONFIG, 1 << 20, torch.bfloat16, DEVICE)
     fused, rows = FusedNetwork(model, pool, twins), [pool.new_row(8)]
     fused.encode(torch.zeros(2, dtype=torch.int64, device=DEVICE), batch_over(pool, rows, [2]))
-    assert "attend_one" not in calls
+    assert "route_one" not in calls
 
 
 def test_rows_without_a_token_are_left_alone() -> None:

@@ -184,31 +184,12 @@ WRONG: dict[str, tuple[str, str, Callable[..., Any]]] = {  # what: kind, operati
     ),
     "nothing kept": ("fp8", "attend", lambda *args, keep=False: TWINS.attend(*args, keep=False)),
     "kept by a canvas": ("fp8", "attend", lambda *args, keep=False: TWINS.attend(*args, keep=True)),
-    "a token that sees itself alone": (
-        "bf16", "attend_one", lambda *args: TWINS.attend_one(*args[:9], 1, args[10])
-    ),
-    "a key that is turned back": (
-        "bf16", "attend_one",
-        lambda qkv, q, k, rope, *rest: TWINS.attend_one(qkv, q, k, (rope[0], -rope[1]), *rest),
-    ),
     "a counter that is left": (
         "bf16", "route_one", lambda *args: (TWINS.route_one(*args), args[-1].add_(1))[0]
     ),
     "the experts' norm for both": (
         "fp8", "route_one",
         lambda x, branch, norms, *rest: TWINS.route_one(x, branch, (norms[0], norms[2], norms[2]), *rest),
-    ),
-    "some scales of the dense MLP": (
-        "int4", "feed_forward_one",
-        lambda x, dense, sparse, index, weight, mlp, *rest: TWINS.feed_forward_one(
-            x, dense, sparse, index, weight, (mlp[0], (mlp[1][0], torch.cat((mlp[1][1][:9] * 2, mlp[1][1][9:])))), *rest
-        ),
-    ),
-    "shares swapped": (
-        "fp8", "feed_forward_one",
-        lambda x, dense, sparse, index, weight, *rest: TWINS.feed_forward_one(
-            x, dense, sparse, index, weight.flip(1), *rest
-        ),
     ),
     "the next token": (
         "bf16", "vocab_end", later(TWINS.vocab_end, lambda r: replace(r, sample=(r.sample + 1) % 272))
@@ -350,8 +331,8 @@ def test_the_chain(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert len(told := lines(torch_ops(), 0)) >= 7
     assert all(line.endswith(": yes") for line in told)
     draws = iter(range(1000))
-    attend = later(TWINS.attend_one, lambda mixed: mixed * (1 + next(draws) / 8))
-    told = lines(replace(torch_ops(), attend_one=attend, few=4), 1)
+    route = later(TWINS.route_one, lambda routed: (routed[0] * (1 + next(draws) / 8), *routed[1:]))
+    told = lines(replace(torch_ops(), route_one=route, few=4), 1)
     assert "fp8: the same bits again: yes" in told
     assert "fp8: the same bits of tokens one by one again: NO" in told
     calls = iter(range(1000))

@@ -3,8 +3,8 @@
 A kernel of ours belongs to the file in `ops/` that it stands in. Products are the exception: attention, MLP and experts
 use the same kernels, ours or the vendor's, so a product belongs to what was announced last on its stream: rotary
 tables and the end of a layer announce attention, the end of attention announces the dense MLP, the sorting of tokens by
-expert announces the experts. (Of a few tokens, experts and dense MLP share two kernels, which the experts are charged
-for; the second ends the layer.) A stream that nothing announced anything on is the dense MLP's own.
+expert (or the router of a few) announces the experts. A stream that nothing announced anything on is the dense MLP's
+own.
 
 Kernels overlap: one may begin early and wait for the one before it, and streams run beside each other. A kernel is
 charged for the time after all that began before it had ended, so the parts and the idle time add up to the whole.
@@ -128,9 +128,9 @@ def assign(launches: list[Launch], layers: int) -> list[str]:
             _condition(kinds, parts)
         elif _known(name, "_after_attention_kernel"):
             zones[stream] = DENSE
-        elif _known(name, "route_kernel"):
+        elif _known(name, "route_kernel") or _known(name, "route_one_kernel"):
             zones[stream] = EXPERTS
-        elif _known(name, "_after_feed_forward_kernel") or _known(name, "both_down_kernel"):
+        elif _known(name, "_after_feed_forward_kernel"):
             ended += 1
             zones[stream] = VOCABULARY if ended % layers == 0 else ATTENTION
     return parts

@@ -51,10 +51,7 @@ class Ops:
     experts: Callable[[Rows, Tensor, Tensor, Weight, Weight], Tensor]
     vocab_end: Callable[..., Reading]  # `few`: one position a row; `coldest`: no temperature is below it
     draws: Callable[..., tuple[Tensor, Tensor]]
-    # A layer of up to `few` rows with one new token each, between its products: `ops/one.py`
-    attend_one: Callable[..., Tensor]
-    route_one: Callable[..., Routed]
-    feed_forward_one: Callable[..., tuple[Tensor, Rows]]
+    route_one: Callable[..., Routed]  # after_attention and route of up to `few` rows with one new token each
     few: int = 0  # up to so many rows, products take them as they are
 
     def quant_for(self, rows: int, weight: Weight) -> torch.dtype | None:
@@ -86,9 +83,7 @@ def torch_ops() -> Ops:
         _torch_experts,
         _torch_vocab_end,
         vocab.draws,
-        one.attend(fused.split_heads, attention_cached.attend_rows),
         one.route(fused.after_attention, fused.route),
-        one.feed_forward(_torch_geglu, _torch_linear, _torch_experts, fused.after_feed_forward),
     )
 
 
@@ -129,9 +124,7 @@ def _torch_vocab_end(
 def triton_ops(exact: bool = False, few: bool = True) -> Ops:
     """Import only where `kernels.unavailable` has found nothing. `few`: off, a few rows go the way of many."""
     from diffusiongemma.ops import (
-        attention_one_triton,
         attention_triton,
-        experts_one_triton,
         experts_triton,
         few_triton,
         heads_triton,
@@ -210,8 +203,6 @@ def triton_ops(exact: bool = False, few: bool = True) -> Ops:
         experts,
         vocab_end,
         vocab_triton.draws,
-        attention_one_triton.attend,
         router_one_triton.route,
-        experts_one_triton.feed_forward,
         few_rows,
     )

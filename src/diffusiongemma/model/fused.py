@@ -24,7 +24,7 @@ from diffusiongemma.model.pool import CachePool
 from diffusiongemma.ops.attention_cached import New
 from diffusiongemma.ops.fused import Rows, rope_frequency
 from diffusiongemma.ops.linear import Linear
-from diffusiongemma.ops.one import Ends, Router
+from diffusiongemma.ops.one import Router
 from diffusiongemma.ops.product import Weight
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.quantized import QuantEmbedding, QuantExperts, QuantLinear
@@ -95,22 +95,11 @@ class FusedLayer:
             layer,
         )
 
-    def quant(self) -> torch.dtype | None:
-        """One kernel makes the rows of both branches of the feed-forward: quantised, if both want that."""
-        return self.mlp.quant() if self.mlp.quant() == _quant(self.up) else None
-
-    def norms_after_attention(self) -> tuple[Tensor, Tensor, Tensor]:
-        m = self.module
-        norms = (m.post_attention_layernorm, m.pre_feedforward_layernorm, m.pre_feedforward_layernorm_2)
-        post, dense, sparse = (norm.weight for norm in norms)
-        return post, dense, sparse
-
 
 class FusedNetwork:
     def __init__(self, model: DiffusionGemma, pool: CachePool, ops: Ops, overlap: Sequence[Overlap] = ()) -> None:
         """`overlap`: in which passes the dense MLP runs on a stream of its own, beside router and experts: where a row
-        has one new token ("draw"; a few rows need none for it), in other encoding ("encode"), over canvases
-        ("denoise")."""
+        has one new token ("draw"), in other encoding ("encode"), over canvases ("denoise")."""
         self.model, self.pool, self.ops, self.config = model, pool, ops, model.config
         self.eps, self.dtype, self.device = model.config.rms_norm_eps, model.dtype, model.device
         modules: list[Any] = list(model.layers)
@@ -128,9 +117,8 @@ class FusedNetwork:
         if unknown := sorted(set(overlap) - set(get_args(Overlap))):
             raise InputError(f"no pass is called {', '.join(unknown)}: {', '.join(get_args(Overlap))} are")
         self.overlap = tuple(overlap)
-        # Kernels count their programs in these: zeros between any two of them, and no two networks share them.
-        most = max(1, ops.few) * max(layer.kv_heads for layer in self.layers)
-        self._counters = torch.zeros(3, most, dtype=torch.int32, device=self.device)
+        # `route_one` counts its programs in these: zeros between any two of them, and no two networks share them.
+        self._counters = torch.zeros(max(1, ops.few), dtype=torch.int32, device=self.device)
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     # ---- the two modes -------------------------------------------------------------------------------------------
@@ -159,31 +147,11 @@ class FusedNetwork:
         beside = kind in self.overlap and self._side is not None
         first = self.layers[0]
         h = self.ops.norm_rows(x, first.module.input_layernorm.weight, self.eps, _quant(first.qkv))
-        one = kind == "draw" and len(x) <= self.ops.few
+        few = kind == "draw" and len(x) <= self.ops.few
         for at, layer in enumerate(self.layers):
-            if one:
-                x, h = self._one(layer, at, x, h, rope[layer.kind], batch)
-            else:
-                branch = self._attend(mode, layer, at, h, rope[layer.kind], batch)
-                x, h = self._feed_forward(mode, layer, at, x, branch, beside)
+            branch = self._attend(mode, layer, at, h, rope[layer.kind], batch)
+            x, h = self._feed_forward(mode, layer, at, x, branch, beside, few)
         return h.values
-
-    def _one(self, layer: FusedLayer, at: int, x: Tensor, h: Rows, rope: Rope, batch: Batch) -> tuple[Tensor, Rows]:
-        """A layer where each of a few rows has one new token, of which it encodes: x and its norm -> the same"""
-        m, ops, eps = layer.module, self.ops, self.eps
-        a, r, (for_attention, for_router, for_end) = m.self_attn, m.router, self._counters
-        prefix = self.pool.prefix(at, batch.offsets[at], batch.length, batch.reach)
-        mixed = ops.attend_one(
-            ops.linear(h, layer.qkv), a.q_norm.weight, a.k_norm.weight, rope, layer.heads, layer.kv_heads, eps,
-            prefix, batch.new, layer.window, for_attention,
-        )  # fmt: skip
-        branch = ops.linear(Rows(mixed), layer.o)
-        router = Router(r.proj.weight, r.scale, r.per_expert_scale, r.top_k)
-        norms = layer.norms_after_attention()
-        x, *routed = ops.route_one(x, branch, norms, router, eps, layer.quant(), for_router)
-        ends = self._ends("encode", layer, at)
-        dense, sparse = (layer.mlp.up, layer.mlp.down), (layer.up, layer.down)
-        return ops.feed_forward_one(x, *routed, dense, sparse, ends, for_end)
 
     def _attend(
         self, mode: Literal["encode", "denoise"], layer: FusedLayer, at: int, h: Rows, rope: Rope, batch: Batch
@@ -201,29 +169,44 @@ class FusedNetwork:
         return self.ops.linear(mixed, layer.o)
 
     def _feed_forward(
-        self, mode: Literal["encode", "denoise"], layer: FusedLayer, at: int, x: Tensor, branch: Tensor, beside: bool
+        self,
+        mode: Literal["encode", "denoise"],
+        layer: FusedLayer,
+        at: int,
+        x: Tensor,
+        branch: Tensor,
+        beside: bool,
+        few: bool,
     ) -> tuple[Tensor, Rows]:
-        """x, attention's contribution [N, D] -> the layer's output, and its norm for what follows"""
+        """x, attention's contribution [N, D] -> the layer's output, and its norm for what follows; `few`: of up to
+        `ops.few` rows with one new token each"""
         m, ops = layer.module, self.ops
-        norms = layer.norms_after_attention()
-        x, to_dense, to_sparse = ops.after_attention(x, branch, *norms, self.eps, layer.quant())
-        join = self._begun(lambda: layer.mlp(ops, to_dense), beside)
-        router = m.router
-        index, weight = ops.route(x, router.proj.weight, router.scale, router.per_expert_scale, router.top_k, self.eps)
+        # One kernel makes the rows of both branches: quantised, if both want that.
+        quant = layer.mlp.quant() if layer.mlp.quant() == _quant(layer.up) else None
+        post, *pre = (m.post_attention_layernorm, m.pre_feedforward_layernorm, m.pre_feedforward_layernorm_2)
+        norms = (post.weight, *(norm.weight for norm in pre))
+        router = Router(m.router.proj.weight, m.router.scale, m.router.per_expert_scale, m.router.top_k)
+        if few:
+            routed = ops.route_one(x, branch, norms, router, self.eps, quant, self._counters)
+            x, to_dense, to_sparse, index, weight = routed
+            join = self._begun(lambda: layer.mlp(ops, to_dense), beside)
+        else:
+            x, to_dense, to_sparse = ops.after_attention(x, branch, *norms, self.eps, quant)
+            join = self._begun(lambda: layer.mlp(ops, to_dense), beside)
+            index, weight = ops.route(x, *router, self.eps)
         sparse = ops.experts(ops.rows_for(to_sparse, layer.up), index, weight, layer.up, layer.down)
         dense = join()
-        return ops.after_feed_forward(x, dense, sparse, *self._ends(mode, layer, at))
-
-    def _ends(self, mode: Literal["encode", "denoise"], layer: FusedLayer, at: int) -> Ends:
-        m = layer.module
-        norms = (m.post_feedforward_layernorm_1, m.post_feedforward_layernorm_2, m.post_feedforward_layernorm)
-        one, two, both = (norm.weight for norm in norms)
+        after = (
+            m.post_feedforward_layernorm_1.weight,
+            m.post_feedforward_layernorm_2.weight,
+            m.post_feedforward_layernorm.weight,
+        )
         scalar = m.encoder_scalar if mode == "encode" else m.decoder_scalar
         if at + 1 < len(self.layers):
             following, quant = self.layers[at + 1].module.input_layernorm.weight, _quant(self.layers[at + 1].qkv)
         else:
             following, quant = self.model.norm.weight, None
-        return Ends((one, two, both), scalar, following, self.eps, quant)
+        return ops.after_feed_forward(x, dense, sparse, after, scalar, following, self.eps, quant)
 
     def _begun(self, work: Callable[[], Tensor], beside: bool) -> Callable[[], Tensor]:
         """Start this now, `beside`: on the other stream; what comes back waits for it.

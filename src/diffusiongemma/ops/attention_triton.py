@@ -72,7 +72,7 @@ def supported(q: Tensor, prefix: Prefix) -> str | None:
 
 
 @triton.jit
-def taken(q, k, v, seen, acc, top, total, CAUSAL: tl.constexpr):
+def _tile(q, k, v, seen, acc, top, total, CAUSAL: tl.constexpr):
     """One tile of keys and values, k and v [n, Dh], taken into the running softmax; seen [m, n], or [n] for a canvas"""
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     if CAUSAL:
@@ -151,7 +151,7 @@ def _attend_kernel(
             seen = seen[None, :]
             if WINDOW:
                 seen = seen & (ago[None, :] + 1 + token[:, None] < window)
-        acc, top, total = taken(queries, kt, vt, seen, acc, top, total, CAUSAL)
+        acc, top, total = _tile(queries, kt, vt, seen, acc, top, total, CAUSAL)
     for tile in range(tl.maximum(low, old), high):
         want = (tile - old + skipped) * BLOCK_N
         at = tl.minimum(want, count - BLOCK_N)
@@ -163,7 +163,7 @@ def _attend_kernel(
             seen = seen[None, :] & (other[None, :] <= token[:, None])
             if WINDOW:
                 seen = seen & (token[:, None] - other[None, :] < window)
-        acc, top, total = taken(queries, kt, vt, seen, acc, top, total, CAUSAL)
+        acc, top, total = _tile(queries, kt, vt, seen, acc, top, total, CAUSAL)
 
     place += which.to(tl.int64) * tokens * H
     tl.store(part_top + place, top, mask=live)

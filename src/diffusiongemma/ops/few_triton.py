@@ -11,8 +11,7 @@ Legend: K inputs, O outputs, N rows (tokens), k experts a token, R rows of the w
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -38,17 +37,19 @@ class Piece:
 
 
 @triton.jit
-def few_tile(pid, x, x_scale, w, w_scale, index, share, out, K: tl.constexpr, O: tl.constexpr, TOP_K: tl.constexpr,
-             FORMAT: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr, ROUTED: tl.constexpr, TILES: tl.constexpr,
-             BO: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
-    """Tile `pid` of a product, TILES a row of the result. w of [E, O or 2 O, K]. ROUTED "no": x [N, K] -> out [N, O].
-    "in": x [N, K], index [N, k] -> a row a pair [N k, O]. "out": x [N k, K] -> out [N, O], sums over a token's pairs
-    times share [N, k]."""
+def few_kernel(x, x_scale, w, w_scale, index, share, out, K: tl.constexpr, O: tl.constexpr, TOP_K: tl.constexpr,
+               FORMAT: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr, ROUTED: tl.constexpr,
+               BO: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
+    """w of [E, O or 2 O, K]. ROUTED "no": x [N, K] -> out [N, O]. "in": x [N, K], index [N, k] -> a row a pair
+    [N k, O]. "out": x [N k, K] -> out [N, O], sums over a token's pairs times share [N, k]."""
+    ready(HOPPER)
+    MADE: tl.constexpr = BO * (2 if FORMAT == "pairs" and not GATED else 1)  # outputs of a program
+    TILES: tl.constexpr = (O + MADE - 1) // MADE
     ROWS: tl.constexpr = 2 * O if GATED else O
     SLOTS: tl.constexpr = TOP_K if ROUTED == "out" else 1
     STEPS: tl.constexpr = (K + STEP - 1) // STEP
-    p = (pid // TILES).to(tl.int64)
-    tile = pid % TILES
+    p = (tl.program_id(0) // TILES).to(tl.int64)
+    tile = tl.program_id(0) % TILES
     row = p // TOP_K if ROUTED == "in" else p * SLOTS
     expert = tl.full((), 0, tl.int64)
     if ROUTED == "in":
@@ -119,35 +120,6 @@ def few_tile(pid, x, x_scale, w, w_scale, index, share, out, K: tl.constexpr, O:
         tl.store(at + 64, up.to(out.dtype.element_ty))
 
 
-@triton.jit
-def few_kernel(x, x_scale, w, w_scale, index, share, out, K: tl.constexpr, O: tl.constexpr, TOP_K: tl.constexpr,
-               FORMAT: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr, ROUTED: tl.constexpr,
-               TILES: tl.constexpr, BO: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
-               HOPPER: tl.constexpr):  # fmt: skip
-    ready(HOPPER)
-    few_tile(tl.program_id(0), x, x_scale, w, w_scale, index, share, out, K, O, TOP_K, FORMAT, GROUP, GATED, ROUTED,
-             TILES, BO, STEP, STAGES, HOPPER)  # fmt: skip
-
-
-class Plan(NamedTuple):
-    """How a weight is read."""
-
-    fmt: str
-    group: int
-    width: int  # of a result
-    tiles: int  # programs a row of a result
-    piece: Piece
-
-
-def plan(w: Tensor, inputs: int, gated: bool, piece: Piece | None = None) -> Plan:
-    fmt = "bf16" if w.dtype == torch.float32 else format_of(w)  # float32: for the interpreter
-    assert fmt is not None, f"no kernel for weights of {w.dtype}"
-    piece, width = piece or choose(fmt, inputs, gated), outputs_of(w, gated)
-    group = w.shape[-1] if fmt == "pairs" else 0
-    each = piece.outputs * (2 if fmt == "pairs" and not gated else 1)
-    return Plan(fmt, group, width, triton.cdiv(width, each), replace(piece, step=max(piece.step, group)))
-
-
 def choose(fmt: str, inputs: int, gated: bool) -> Piece:
     """By rule: turns of about 4 KB, several programs a multiprocessor"""
     step = min(256 if gated or inputs > 1024 else 1024, triton.next_power_of_2(inputs))
@@ -163,25 +135,25 @@ def few(x: Rows, w: Tensor, w_scale: Tensor | None = None, *, gated: bool = Fals
     With index [N, k], w is of [E, O, K] and the result a row a pair [N k, O]; with share [N, k] too, x are the pairs
     [N k, K] and the result is each token's sum of them.
     """
-    values = x.values
+    fmt, values = format_of(w), x.values
     assert share is None or x.scale is None, "the second product takes rows as they are"
     assert all(t is None or t.is_contiguous() for t in (values, x.scale, w, w_scale, index, share))
-    inputs = values.shape[1]
-    how = plan(w, inputs, gated, piece)
+    inputs, width = values.shape[1], outputs_of(w, gated)
+    if w.dtype == torch.float32:  # for the interpreter
+        fmt = "bf16"
+    assert fmt is not None, f"no kernel for weights of {w.dtype}"
+    piece = piece or choose(fmt, inputs, gated)
+    group = w.shape[-1] if fmt == "pairs" else 0
+    made = piece.outputs * (2 if fmt == "pairs" and not gated else 1)
     rows = len(values) if index is None else len(index) if share is not None else index.numel()
-    out = torch.empty(rows, how.width, dtype=kept_as(values), device=values.device)
+    out = torch.empty(rows, width, dtype=torch.bfloat16 if values.dtype == FP8 else values.dtype, device=values.device)
     run(
-        few_kernel, rows * how.tiles, values, x.scale, w, w_scale, index, share, out, K=inputs, O=how.width,
-        TOP_K=1 if index is None else index.shape[1], FORMAT=how.fmt, GROUP=how.group, GATED=gated,
-        ROUTED="no" if index is None else "in" if share is None else "out", TILES=how.tiles, BO=how.piece.outputs,
-        STEP=how.piece.step, STAGES=how.piece.stages, num_warps=how.piece.warps,
+        few_kernel, rows * triton.cdiv(width, made), values, x.scale, w, w_scale, index, share, out, K=inputs, O=width,
+        TOP_K=1 if index is None else index.shape[1], FORMAT=fmt, GROUP=group, GATED=gated,
+        ROUTED="no" if index is None else "in" if share is None else "out", BO=piece.outputs,
+        STEP=max(piece.step, group), STAGES=piece.stages, num_warps=piece.warps,
     )  # fmt: skip
     return out
-
-
-def kept_as(values: Tensor) -> torch.dtype:
-    """What a product of these rows is stored in"""
-    return torch.bfloat16 if values.dtype == FP8 else values.dtype
 
 
 def experts_few(x: Rows, index: Tensor, weight: Tensor, up_q: Tensor, up_scale: Tensor | None, down_q: Tensor,

@@ -40,17 +40,11 @@ def supported(x: Tensor) -> str | None:
 @triton.jit
 def load_row(x, width, PIECE: tl.constexpr):
     """A row, [PIECE] three times, as it is stored"""
-    return _load_by(x, width, PIECE, "")
-
-
-@triton.jit
-def _load_by(x, width, PIECE: tl.constexpr, CACHE: tl.constexpr):
-    """The same by a cache; not as a default: Triton 3.6 has none for constants"""
     d = tl.arange(0, PIECE)
     return (
-        tl.load(x + d, mask=d < width, other=0.0, cache_modifier=CACHE),
-        tl.load(x + PIECE + d, mask=PIECE + d < width, other=0.0, cache_modifier=CACHE),
-        tl.load(x + 2 * PIECE + d, mask=2 * PIECE + d < width, other=0.0, cache_modifier=CACHE),
+        tl.load(x + d, mask=d < width, other=0.0),
+        tl.load(x + PIECE + d, mask=PIECE + d < width, other=0.0),
+        tl.load(x + 2 * PIECE + d, mask=2 * PIECE + d < width, other=0.0),
     )
 
 
@@ -165,21 +159,13 @@ def _after_feed_forward_kernel(
     w_sum, w_next = load_row(after_sum, width, PIECE), load_row(following, width, PIECE)
     factor = tl.load(scalar).to(tl.float32)
     ready(HOPPER)
-    fed(x, dense, sparse, w_dense, w_sparse, w_sum, w_next, factor, x_out, out, scale, row, width, eps, M, LIMIT, PIECE,
-        "", HOPPER)  # fmt: skip
-
-
-@triton.jit
-def fed(x, dense, sparse, w_dense, w_sparse, w_sum, w_next, factor, x_out, out, scale, row, width, eps, M: tl.constexpr,
-        LIMIT: tl.constexpr, PIECE: tl.constexpr, CACHE: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
-    """One row of `after_feed_forward`, of which the experts have M; CACHE: how the two contributions are read"""
-    d = _load_by(dense + row * width, width, PIECE, CACHE)
+    d = load_row(dense + row * width, width, PIECE)
     y = load_row(x + row * width, width, PIECE)
-    s = _load_by(sparse + row * M * width, width, PIECE, CACHE)
+    s = load_row(sparse + row * M * width, width, PIECE)
     if M > 1:  # the token's experts, in order; their sum is rounded as if it had been stored
         total = wide(s)
         for slot in tl.static_range(1, M):
-            total = added(total, wide(_load_by(sparse + (row * M + slot) * width, width, PIECE, CACHE)))
+            total = added(total, wide(load_row(sparse + (row * M + slot) * width, width, PIECE)))
         s = stored(total, x_out)
     both = weighed(normed(wide(d), width, eps), w_dense)
     both = added(both, weighed(normed(wide(s), width, eps), w_sparse))
