@@ -65,6 +65,8 @@ def kept_answers(path: Path, count: int) -> tuple[str, list[Cell]]:
     Where a wish was drawn several times, the first attempt.
     """
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[:count]]
+    if len({row["mode"] for row in rows}) != 1:
+        raise InputError(f"{path} must hold answers of one mode: give what one run of `dgemma eval svg --mode …` wrote")
     cells = [Cell.of(row["case"], row["seed"], (row.get("tried") or [row])[0]["text"]) for row in rows]
     return rows[0]["mode"], cells
 

@@ -157,7 +157,8 @@ def experts(got: Tensor, x: Given, index: Tensor, weight: Tensor, up: Matrix, do
     return [Part("", got, want, together(square.sqrt(), to_bf16(want)))]
 
 
-def _through(x: Given, up: Matrix, down: Matrix, expert: int | None, form: bool, token: Tensor | None) -> Pair:
+def _through(x: Given, up: Matrix, down: Matrix, expert: int, form: bool, token: Tensor) -> Pair:
+    """Some tokens through both products of an expert"""
     hidden, off = _gated(product(x, up, expert, form, token))
     off = together(off, to_bf16(hidden), *([to_fp8(hidden)] if x.eight else []))
     wide, lifted = down.wide(expert)

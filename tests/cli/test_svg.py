@@ -146,6 +146,7 @@ def test_the_same_again_is_no_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(app, ["svg", *best])
     assert (result.exit_code, len(asked)) == (1, 1)
     assert "1 of 1 attempts" in result.stderr
+    assert "give --temperature 0.5" in result.stderr  # another seed or attempt would say the same
     refused = CliRunner().invoke(app, ["svg", *best, "--attempts", "2"])
     assert isinstance(refused.exception, InputError)
     assert "has no effect at temperature 0" in str(refused.exception)

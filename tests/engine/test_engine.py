@@ -389,7 +389,7 @@ def steps_of(patience: int, lengths: tuple[int, ...], chunk: int) -> tuple[list[
             denoise(sequences)
 
         def held(work) -> None:
-            gate.wait(10)  # until all have been handed in
+            assert gate.wait(60)  # until all have been handed in
             encode(work)
 
         runner.denoise, runner.encode = watched, held

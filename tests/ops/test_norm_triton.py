@@ -69,6 +69,14 @@ def test_norms_with_what_surrounds_them(dtype, quant) -> None:
                 close_rows(one, other, quant)
 
 
+def test_sums_of_pairs_leave_them_alone() -> None:
+    pairs = randn(6, 8)
+    before = pairs.clone()
+    torch.testing.assert_close(fused.summed(pairs, 2), pairs.view(2, 3, 8).sum(dim=1))
+    assert torch.equal(pairs, before)
+    assert fused.summed(pairs[:0], 0).shape == (0, 8)
+
+
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_pairs_are_summed_in_order_and_rounded_as_if_they_had_been_stored(dtype) -> None:
     x, dense, *weights = (randn(3, 72, dtype=dtype, seed=i) for i in range(6))

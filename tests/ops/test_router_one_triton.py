@@ -31,7 +31,9 @@ def zeros(count: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("quant", [None, FP8])
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize(("tokens", "width", "experts", "k"), [(1, 128, 16, 2), (4, 352, 32, 8), (3, 64, 2, 1)])
+@pytest.mark.parametrize(
+    ("tokens", "width", "experts", "k"), [(1, 128, 16, 2), (4, 352, 32, 8), (3, 512, 8, 2), (3, 64, 2, 1)]
+)
 def test_equals_both_chains(tokens, width, experts, k, dtype, quant) -> None:
     args, counters = (*make(tokens, width, experts, k, dtype), quant), zeros(tokens + 1)
     x, dense, sparse, index, weight = router_one_triton.route(*args, counters)

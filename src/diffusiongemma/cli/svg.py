@@ -178,7 +178,10 @@ def _remarks(drawn: Drawn, attempts: int) -> list[str]:
     problems = "; ".join(grade.problems[:3]) + ("; …" if len(grade.problems) > 3 else "")
     if drawn.svg is None:
         lines.append(f"no icon: {problems} · {after} · the answer is in {drawn.raw}")
-        lines.append("another seed may do better: give --seed, or more --attempts")
+        if drawn.kept.temperature == 0 and attempts == 1:  # a seed changes nothing then
+            lines.append("a drawn answer may do better than the likeliest: give --temperature 0.5")
+        else:
+            lines.append("another seed may do better: give --seed, or more --attempts")
         return lines
     files = " and ".join(str(path) for path in (drawn.svg, drawn.png) if path is not None)
     lines.append(f"wrote {files} · ink {100 * grade.ink:.1f}% · {after}")

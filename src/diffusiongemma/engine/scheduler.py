@@ -1,7 +1,7 @@
 """Who runs next. Every tick: admit who fits, encode a bounded chunk, step every canvas.
 
-Requests are admitted strictly in the order they came, so none starves; a canvas takes one step in every tick, however
-long a prompt beside it is; a fixed memory budget covers running rows and kept prefixes, and prefixes give way first.
+Requests are admitted strictly in the order they came, so none starves; a canvas that has begun takes one step in every
+tick, however long a prompt beside it is (on a card a new one may wait for a few ticks); a fixed memory budget covers running rows and kept prefixes, and prefixes give way first.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ class Scheduler:
         new = all(s.phase == "denoise" and not s.metrics.steps for s in canvases)
         fresh = [s for s in self.running if not s.metrics.steps and s.params.mode == "diffusion"]
         reading = any(not s.prompt_encoded or s in read for s in fresh)
-        if new and reading and self._waited < self.runner.patience:
-            self._waited += bool(canvases)
+        if canvases and new and reading and self._waited < self.runner.patience:
+            self._waited += 1
             return []
         self._waited = 0
         return canvases

@@ -75,10 +75,10 @@ def summed(pairs: Tensor, tokens: int) -> Tensor:
     """pairs [N m, D] -> each token's sum [N, D], made in float32 or wider, one after another"""
     if len(pairs) == tokens:
         return pairs
-    wide = pairs.to(torch.promote_types(pairs.dtype, torch.float32)).view(tokens, -1, pairs.shape[1])
-    total = wide[:, 0]
-    for slot in range(1, wide.shape[1]):
-        total = total + wide[:, slot]
+    each = pairs.view(tokens, -1, pairs.shape[1])
+    total = each[:, 0].to(torch.promote_types(pairs.dtype, torch.float32), copy=True)
+    for slot in range(1, each.shape[1]):
+        total += each[:, slot]
     return total.to(pairs.dtype)
 
 

@@ -225,7 +225,7 @@ def after_feed_forward(
     x_out, out = torch.empty_like(x), rows_like(x, quant)
     _launch(
         _after_feed_forward_kernel, x, x, dense, sparse, *weights, scalar, following, x_out, out.values, out.scale,
-        x.shape[1], eps, M=len(sparse) // len(x), LIMIT=limit_of(quant),
+        x.shape[1], eps, M=len(sparse) // max(1, len(x)), LIMIT=limit_of(quant),
     )  # fmt: skip
     return x_out, out
 

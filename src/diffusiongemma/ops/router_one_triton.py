@@ -101,6 +101,7 @@ def route(
     quant: torch.dtype | None, counters: Tensor,
 ) -> Routed:  # fmt: skip
     """As `one.route`; counters: N zeros at least. The number of experts is a power of two."""
+    x, branch = x.contiguous(), branch.contiguous()
     (tokens, width), experts, k = x.shape, len(router.proj), router.top_k
     assert experts & (experts - 1) == 0 < experts - 1, f"{experts} experts are no power of two"
     assert counters.numel() >= tokens, f"{tokens} counters are needed, not {counters.numel()}"
@@ -110,7 +111,7 @@ def route(
     weight = torch.empty(tokens, k, dtype=torch.float32, device=x.device)
     each, piece = min(EACH, experts // 2), piece_for(width)
     run(
-        route_one_kernel, tokens * (experts // each), x.contiguous(), branch.contiguous(), *norms,
+        route_one_kernel, tokens * (experts // each), x, branch, *norms,
         *router[:3], x_out, to_dense.values, to_dense.scale, to_sparse.values, to_sparse.scale, scores, index, weight,
         counters, width, eps, E=experts, EACH=each, TOP=k, SLOTS=triton.next_power_of_2(k), LIMIT=limit_of(quant),
         PIECE=piece, num_warps=max(4, warps_for(piece)),
