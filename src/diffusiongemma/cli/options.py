@@ -45,8 +45,8 @@ class Flag:
 
 FLAGS = (
     Flag(
-        "mode", bool, "diffusion", "One token after another through the causal path, or a canvas (the default of all but svg).", _BOTH,
-        ("--ar/--diffusion",),
+        "mode", bool, "diffusion", "One token after another through the causal path, or a canvas (default but for svg).",
+        _BOTH, ("--ar/--diffusion",),
     ),
     Flag("max_new_tokens", int, 256, "The answer is cut exactly there (DEFAULT).", _BOTH),
     Flag("seed", int, None, "The same seed gives the same text (default: a fresh one, told at the end).", _BOTH),

@@ -1,7 +1,8 @@
 """Who runs next. Every tick: admit who fits, encode a bounded chunk, step every canvas.
 
 Requests are admitted strictly in the order they came, so none starves; a canvas that has begun takes one step in every
-tick, however long a prompt beside it is (on a card a new one may wait for a few ticks); a fixed memory budget covers running rows and kept prefixes, and prefixes give way first.
+tick, however long a prompt beside it is (on a card a new one may wait for a few); a fixed memory budget covers running
+rows and kept prefixes, and prefixes give way first.
 """
 
 from __future__ import annotations
