@@ -45,7 +45,7 @@ class Flag:
 
 FLAGS = (
     Flag(
-        "mode", bool, "diffusion", "One token after another, the causal path, or a canvas (the default of all but svg).",
+        "mode", bool, "diffusion", "One token after another, the causal path, or a canvas (default of all but svg).",
         _BOTH, ("--ar/--diffusion",),
     ),
     Flag("max_new_tokens", int, 256, "The answer is cut exactly there (DEFAULT).", _BOTH),
