@@ -67,10 +67,11 @@ def sudoku_dark(page: Page) -> None:
 
 
 def svg(page: Page) -> None:
-    set_option(page, "svg", seed=5)
-    page.click("#svg-options summary")
-    page.click(".chip:has-text('folder, outline')")
-    wait_done(page, "svg", PATIENCE)
+    """All examples, so that nothing is picked; the folder last, for it is shown large."""
+    chips = page.locator("#svg-starters .chip").all_inner_texts()
+    for text in sorted(chips, key=lambda text: text.startswith("folder")):
+        page.click(f"#svg-starters .chip:has-text('{text}')")
+        wait_done(page, "svg", PATIENCE)
 
 
 def race(page: Page) -> None:
@@ -83,7 +84,7 @@ PICTURES: dict[str, tuple[str, Callable[[Page], None], tuple[int, int], bool]] =
     "infill": ("infill", infill, DESK, False),
     "sudoku": ("sudoku", sudoku, DESK, False),
     "sudoku-dark": ("sudoku", sudoku_dark, DESK, True),
-    "svg": ("svg", svg, DESK, False),
+    "svg": ("svg", svg, (1280, 930), False),
     "race": ("race", race, (1280, 880), True),
     "phone": ("sudoku", sudoku, PHONE, False),
 }

@@ -123,6 +123,18 @@ def test_live_canvas_fits_and_leaves_the_text(width: int, monkeypatch: pytest.Mo
     assert "\x1b[2J" not in out.getvalue()
 
 
+def test_without_drafts_the_tokens_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The autoregressive twin has none, and does not read the prompt until its end."""
+    monkeypatch.setattr("diffusiongemma.cli.show.FRAME", 0.0)
+    console = Console(file=io.StringIO(), force_terminal=True, width=40, height=6, color_system=None, _environ={})
+    with LiveCanvas(console, TOKENIZER, steps=3) as live:
+        last = []
+        for text in ("one", "two"):
+            live.take(Commit(0, [1], text), text)
+            last.append("".join(part.text for part in console.render_lines(live._picture(), pad=False)[-1]))
+    assert last == ["1 token so far", "2 tokens so far"]
+
+
 # ---- scripts/record_canvas.py ----------------------------------------------------------------------------------------
 
 

@@ -118,6 +118,11 @@ def test_autoregressive_twin() -> None:
     assert "draft" not in {e["kind"] for e in got}
     assert got[-1]["metrics"]["decoder_forwards"] == 0
     assert got[-1]["metrics"]["steps"] == 6
+    figures = run("hello", "--ar", "--max-new-tokens", "6", "--temperature", "0").stderr
+    assert "one after another" in figures
+    assert "first token" in figures
+    for of_a_canvas in ("step", "forward", "draft", "redone"):
+        assert of_a_canvas not in figures
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------

@@ -92,6 +92,8 @@ def test_an_answer_that_cannot_be_drawn_is_kept(monkeypatch: pytest.MonkeyPatch)
     assert [path.name for path in Path().iterdir()] == ["bell.raw.txt"]
     assert Path("bell.raw.txt").read_text() == BROKEN
     assert "no icon: not well-formed" in result.stderr
+    again = [line for line in result.stderr.splitlines() if line.startswith("not sound: not well-formed")]
+    assert [line.rsplit(" · ", 1)[1] for line in again] == [f"drawing again, attempt {i} of 6" for i in range(2, 7)]
     assert "seed 5" in result.stderr
     assert "bell.raw.txt" in result.stderr
 

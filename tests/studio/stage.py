@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.parse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -232,6 +233,19 @@ def set_option(page: Page, tab: str, **values: float) -> None:
         details.locator("summary").click()
     for name, value in values.items():
         details.locator(f"input[name={name}]").fill(str(value))
+
+
+def drawn(page: Page) -> str:
+    """The document that the picture shows."""
+    page.wait_for_function("() => document.querySelector('#svg-picture').naturalWidth > 0")
+    source = page.locator("#svg-picture").get_attribute("src") or ""
+    assert source.startswith("data:image/svg+xml,")
+    return urllib.parse.unquote(source.split(",", 1)[1])
+
+
+def choose_mode(page: Page, mode: str) -> None:
+    """How icons are drawn: `diffusion` or `ar`."""
+    page.locator(f"#svg-mode label:has([value={mode}])").click()
 
 
 # ---- canned answers, for what a model does only sometimes ------------------------------------------------------------

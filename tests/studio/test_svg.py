@@ -1,10 +1,9 @@
 """SVG: markup and picture side by side; whatever a model writes, the picture is plain shapes in an image."""
 
-import urllib.parse
 from xml.etree import ElementTree
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import expect
 
 from diffusiongemma.tasks.svg_safe import sanitise
 from studio.stage import (
@@ -12,7 +11,9 @@ from studio.stage import (
     Seen,
     Served,
     answer_chat,
+    choose_mode,
     draft,
+    drawn,
     heard,
     listen,
     notice,
@@ -25,18 +26,11 @@ SHAPE = '<path fill="none" stroke="currentColor" d="M12 3l3 6h6l-5 5 2 7-6-4-6 4
 STAR = f'<svg viewBox="0 0 24 24">{SHAPE}</svg>'
 
 
-def drawn(page: Page) -> str:
-    """The document that the picture shows."""
-    page.wait_for_function("() => document.querySelector('#svg-picture').naturalWidth > 0")
-    source = page.locator("#svg-picture").get_attribute("src") or ""
-    assert source.startswith("data:image/svg+xml,")
-    return urllib.parse.unquote(source.split(",", 1)[1])
-
-
 @pytest.mark.skipif(not SHIPPED, reason="the embedded model is not in this build")
-def test_the_embedded_model_draws(studio: Seen) -> None:
+def test_the_embedded_model_draws_on_a_canvas(studio: Seen) -> None:
     page = studio.page
     page.click("#tab-svg")
+    choose_mode(page, "diffusion")
     page.fill("#svg-wish", "Arrow  Right")
     notice(page, "#svg-markup span[class*=lv]")
     listen(page)
@@ -174,6 +168,7 @@ def test_what_is_well_formed(studio: Seen) -> None:
 def test_stop_reaches_the_engine(studio: Seen, served: Served) -> None:
     page = studio.page
     page.click("#tab-svg")
+    choose_mode(page, "diffusion")
     set_option(page, "svg", steps=1000, entropy_bound=0.001)
     before = served.left()
     page.click("#panel-svg [data-go]")

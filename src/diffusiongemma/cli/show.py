@@ -113,17 +113,22 @@ class LiveCanvas:
         self._console, self._pieces, self._steps = console, pieces, steps
         self._live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
         self._text = ""
+        self._written = 0
         self._draft: Draft | None = None
+        self._drafted = False  # the autoregressive twin has no drafts
         self._status = "reading the prompt"
         self._drawn = float("-inf")
 
     def take(self, event: Event, new_text: str) -> None:
         self._text += new_text
         if isinstance(event, Draft):
-            self._draft = event
+            self._draft, self._drafted = event, True
             self._status = describe(event, self._steps)
         elif isinstance(event, Commit):
             self._draft = None
+            self._written += len(event.tokens)
+            if not self._drafted:
+                self._status = f"{count(self._written, 'token')} so far"
         if monotonic() - self._drawn >= FRAME:
             self._live.update(self._picture(), refresh=True)
             self._drawn = monotonic()
@@ -203,20 +208,22 @@ def tell(line: str) -> None:
     console.print(Text(line, style="dim"), soft_wrap=not console.is_terminal)
 
 
-def metrics_line(m: Metrics, reason: str) -> str:
-    def count(number: int, noun: str) -> str:
-        return f"{number} {noun}{'s' * (number != 1)}"
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
-    first = "no draft" if m.first_draft_seconds is None else f"first draft {m.first_draft_seconds:.2f} s"
+
+def metrics_line(m: Metrics, reason: str) -> str:
+    twin = m.steps > 0 and m.decoder_forwards == 0  # a token a step, no canvas: what tells of these is left out
+    what = "token" if twin else "draft"
+    first = f"no {what}" if m.first_draft_seconds is None else f"first {what} {m.first_draft_seconds:.2f} s"
     parts = (
         reason,
         f"{count(m.new_tokens, 'token')} in {m.total_seconds:.2f} s",
-        count(m.steps, "step"),
-        f"{m.tokens_per_forward:.2f} tokens per forward",
+        "one after another" if twin else f"{count(m.steps, 'step')} · {m.tokens_per_forward:.2f} tokens per forward",
         f"{m.tokens_per_second:.1f} tok/s",
         first,
         f"seed {m.seed}",
-        f"{count(m.blocks_redone, 'block')} redone",
+        *(() if twin else (f"{count(m.blocks_redone, 'block')} redone",)),
         f"{count(m.reused_tokens, 'token')} reused",
     )
     return " · ".join(parts)

@@ -140,6 +140,8 @@ def draw(
         tried.append(Attempt(answer.text, seed, temperature, task.grade(answer.text)))
         if tried[-1].grade.ok:
             break
+        if len(tried) < attempts and not settings.as_json:
+            tell(f"not sound: {_faults(tried[-1].grade)} · drawing again, attempt {len(tried) + 1} of {attempts}")
         options["seed"] = (seed + 1) % (1 << 63)
     best = max(tried, key=lambda attempt: attempt.grade.rank)  # of equals the first
     drawn = _write(best, len(tried), target, png, size)
@@ -175,7 +177,7 @@ def _write(best: Attempt, tried: int, target: Path, png: bool, size: int) -> Dra
 def _remarks(drawn: Drawn, attempts: int) -> list[str]:
     grade, lines = drawn.kept.grade, []
     after = f"{drawn.attempts} of {attempts} attempts, {drawn.kept.how}"
-    problems = "; ".join(grade.problems[:3]) + ("; …" if len(grade.problems) > 3 else "")
+    problems = _faults(grade)
     if drawn.svg is None:
         lines.append(f"no icon: {problems} · {after} · the answer is in {drawn.raw}")
         if drawn.kept.temperature == 0 and attempts == 1:  # a seed changes nothing then
@@ -188,6 +190,10 @@ def _remarks(drawn: Drawn, attempts: int) -> list[str]:
     if drawn.raw is not None:
         lines.append(f"not all of the answer is sound: {problems} · the whole answer is in {drawn.raw}")
     return lines
+
+
+def _faults(grade: SvgGrade) -> str:
+    return "; ".join(grade.problems[:3]) + ("; …" if len(grade.problems) > 3 else "")
 
 
 def preview(alpha: list[list[float]]) -> Text:

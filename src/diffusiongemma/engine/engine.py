@@ -56,7 +56,7 @@ class Engine:
     ) -> None:
         """`kernels`: Triton kernels and CUDA graphs; None: where they can run. `runner`: one that was made already.
 
-        `svg_mode`: how `dgemma svg` draws with this model unless told otherwise; nothing else reads it.
+        `svg_mode`: how `dgemma svg` and the studio draw with this model unless told otherwise; nothing else follows it.
         """
         if tokenizer.vocab_size > model.config.vocab_size:
             raise TokenizerError(

@@ -34,6 +34,7 @@ def describe(engine: Engine, name: str, created: int) -> Model:
             tools=takes_tools(engine),
             thinking=can_think(engine),
             infill="fim" if FimTokens.of(engine.tokenizer) else "canvas",
+            svg_mode=engine.svg_mode,
             tasks=["sudoku", "infill", "svg", "arithmetic"] if nano else [],
         ),
         sampling=defaults,

@@ -191,6 +191,9 @@ class Abilities(Reply):
     tools: bool
     thinking: bool
     infill: Literal["fim", "canvas"] = Field(description="fim: trained to fill holes; canvas: by pinning what follows.")
+    svg_mode: Literal["diffusion", "ar"] = Field(
+        description="How it draws icons best: on a canvas, or one token after another. For your `diffusion.mode`."
+    )
     tasks: list[str] = Field(description="What the embedded model was trained for; empty if that is not known.")
 
 

@@ -22,6 +22,7 @@ const FIELDS = {
 
 export class Options {
   #inputs = {};
+  #hints = {};
 
   /** `names`: which fields; `preset`: values to begin with. */
   constructor(host, names, preset = {}) {
@@ -43,6 +44,7 @@ export class Options {
   read() {
     const values = {};
     for (const [name, input] of Object.entries(this.#inputs)) {
+      if (input.parentNode.hidden) continue;
       if (!input.checkValidity()) {
         this.root.open = true; // else the browser has nowhere to say what is wrong
         input.reportValidity();
@@ -53,9 +55,16 @@ export class Options {
     return values;
   }
 
+  /** Only these have an effect now: the others are hidden and not read. `hints`: what an empty one means now. */
+  offer(names, hints = {}) {
+    for (const [name, input] of Object.entries(this.#inputs)) input.parentNode.hidden = !names.includes(name);
+    this.#hints = hints;
+    this.#hint();
+  }
+
   #hint() {
     for (const [name, input] of Object.entries(this.#inputs)) {
-      const { hint } = FIELDS[name];
+      const hint = this.#hints[name] ?? FIELDS[name].hint;
       input.placeholder = typeof hint === "string" ? hint : link.model ? `${hint(link.model.sampling)}` : "";
     }
   }

@@ -2,10 +2,10 @@
 
 import { isEmbedded, prompted, record } from "./ask.js";
 import { CanvasText } from "./canvastext.js";
-import { $, announce, chips, colour, dotted, el, perFrame, plural, seconds } from "./dom.js";
+import { $, $$, announce, chips, colour, dotted, el, perFrame, plural, seconds } from "./dom.js";
 import { link } from "./link.js";
-import { Options, fieldsOf } from "./options.js";
-import { dataUrl, isWellFormed, markup, read } from "./svg_safe.js";
+import { Options, fieldsOf, only } from "./options.js";
+import { closed, dataUrl, isWellFormed, markup, read } from "./svg_safe.js";
 import { Task, partsOf } from "./task.js";
 import { Timeline } from "./timeline.js";
 
@@ -14,6 +14,10 @@ const WISHES = [
   ["sun", "outline"],
 ];
 const KEPT = 16;
+const ATTEMPTS = 6, REDRAW = 0.5; // the twin's, as `dgemma svg` has them; at temperature 0 it would say the same again
+const WAITING = {
+  diffusion: "A canvas of noise will become markup here.", ar: "Markup will be written here, one token after another.",
+};
 const FENCED = /```(?:svg|xml|html)?[ \t]*\n([\s\S]*?)\n?```/;
 
 export function startSvg() {
@@ -24,15 +28,18 @@ export function startSvg() {
   const picture = new Picture($("#svg-picture"));
   const timeline = new Timeline($("#svg-timeline"), (at) => show(shown, at));
   const paint = perFrame((recording) => show(recording, recording.drafts.length - 1));
-  let shown = null;
+  const mode = () => $("#svg-mode :checked").value;
+  let shown = null, chosen = false;
+  let best = null; // drawn with the best token each time: asked for once more, it is drawn by lot
 
   function show(recording, at) {
-    if (at < 0) return;
     const draft = recording.drafts[at];
     const whole = recording.usage && at === recording.drafts.length - 1;
     if (whole) text.settle(recording.text || { text: "(an empty answer)", class: "quiet" });
-    else text.show(draft, recording.before(draft));
-    picture.draw(read(whole ? extract(recording.text) : recording.before(draft) + words(draft), !whole));
+    else if (draft) text.show(draft, recording.before(draft));
+    else text.settle(recording.text);
+    const forming = draft ? recording.before(draft) + words(draft) : closed(recording.text); // the twin has no drafts
+    picture.draw(read(whole ? extract(recording.text) : forming, !whole));
     caption(whole ? judge(recording) : "");
   }
 
@@ -51,16 +58,10 @@ export function startSvg() {
     task.say("");
     for (const id of ["#svg-copy", "#svg-save"]) $(id).hidden = true;
     try {
-      const [path, body] = prompted([{ role: "user", content: requestFor(name) }], fieldsOf(values));
-      const recording = await record("svg", path, body, (so_far) => {
-        shown = so_far;
-        paint(so_far);
-        timeline.follow(so_far);
-      }, signal);
-      paint.flush();
-      finish(recording, name);
-      addToGallery({ recording, name });
-      announce(`${name}: ${judge(recording)}`);
+      const icon = mode() === "ar" ? await byTwin(name, values, signal) : await byDiffusion(name, values, signal);
+      finish(icon);
+      addToGallery(icon);
+      announce(`${name}: ${judge(icon.recording)}`);
     } catch (error) {
       paint.flush();
       if (shown?.drafts.length) timeline.finish(shown);
@@ -68,14 +69,52 @@ export function startSvg() {
     }
   });
 
-  function finish(recording, name) {
+  async function ask(name, fields, signal) {
+    const [path, body] = prompted([{ role: "user", content: requestFor(name) }], fields);
+    const recording = await record("svg", path, body, (so_far) => {
+      shown = so_far;
+      paint(so_far);
+      timeline.follow(so_far);
+    }, signal);
+    paint.flush();
+    return recording;
+  }
+
+  async function byDiffusion(name, values, signal) {
+    const recording = await ask(name, fieldsOf(values, { mode: "diffusion" }), signal);
+    const { usage: { completion_tokens: tokens, diffusion: d } } = recording;
+    const size = `${plural(tokens, "token")} in ${plural(d.steps, "step")}`;
+    return { recording, name, note: dotted(name, size, seconds(d.total_seconds), `seed ${d.seed}`) };
+  }
+
+  /** One token after another: the best ones, and if that is no sound icon, by lot, until one is. */
+  async function byTwin(name, { seed }, signal) {
+    const tried = [];
+    let lot = seed !== undefined || best === name;
+    do {
+      const chance = lot ? { temperature: REDRAW, ...only({ seed }, "seed") } : { temperature: 0 };
+      const recording = await ask(name, { diffusion: { mode: "ar" }, ...chance }, signal);
+      const how = lot ? `seed ${recording.usage.diffusion.seed}` : "the best token each time";
+      tried.push({ recording, how, worth: worth(recording) });
+      if (!lot) best = name;
+      if (lot && seed !== undefined) seed += 1;
+      lot = true;
+      const next = tried.length + 1;
+      if (!tried.at(-1).worth.sound && next <= ATTEMPTS) task.say(`Not sound: attempt ${next} of at most ${ATTEMPTS}`);
+    } while (!tried.at(-1).worth.sound && tried.length < ATTEMPTS);
+    const { recording, how } = tried.reduce((one, two) => (two.worth.rank > one.worth.rank ? two : one));
+    const time = tried.reduce((total, one) => total + one.recording.usage.diffusion.total_seconds, 0);
+    const size = `${plural(recording.usage.completion_tokens, "token")}, one by one`;
+    const attempts = tried.length > 1 && plural(tried.length, "attempt");
+    return { recording, name, note: dotted(name, size, seconds(time), how, attempts) };
+  }
+
+  function finish({ recording, name, note }) {
     shown = recording;
     timeline.finish(recording);
     show(recording, recording.drafts.length - 1);
     $("#svg-picture").alt = `Icon: ${name}`;
-    const d = recording.usage.diffusion;
-    const size = `${plural(recording.usage.completion_tokens, "token")} in ${plural(d.steps, "step")}`;
-    task.say(dotted(name, size, seconds(d.total_seconds), `seed ${d.seed}`));
+    task.say(note);
     const drawing = read(extract(recording.text));
     $("#svg-copy").hidden = !navigator.clipboard;
     const save = $("#svg-save");
@@ -85,14 +124,15 @@ export function startSvg() {
   }
 
   const gallery = $("#svg-gallery"), list = $("ul", gallery);
-  function addToGallery({ recording, name }) {
+  function addToGallery(icon) {
+    const { recording, name } = icon;
     const drawing = read(extract(recording.text));
     if (!drawing.shapes) return;
     const image = el("img", { alt: name, width: 40, height: 40 });
     const paintThumb = () => { image.src = dataUrl(markup(drawing, colour("--ink"))); };
     paintThumb();
     document.addEventListener("themechange", paintThumb);
-    const again = () => { if (!task.busy) finish(recording, name); };
+    const again = () => { if (!task.busy) finish(icon); };
     list.prepend(el("li", {}, el("button", { type: "button", title: name, onclick: again }, image)));
     while (list.children.length > KEPT) list.lastChild.remove();
     gallery.hidden = false;
@@ -110,10 +150,27 @@ export function startSvg() {
   };
   $("#svg-starters").append(...chips(WISHES.map(([what, how]) => [`${what}, ${how}`, () => drawThis(what, how)])));
   document.addEventListener("themechange", () => picture.repaint());
+  for (const radio of $$("#svg-mode input")) {
+    radio.addEventListener("change", () => { chosen = true; explain(); });
+  }
   link.addEventListener("model", () => {
-    const honest = `${link.model.id} learned how icons are written better than what things look like. `;
-    $("#svg-about").textContent = isEmbedded() ? honest : "";
+    if (!chosen) $(`#svg-mode [value=${link.model.abilities.svg_mode}]`).checked = true;
+    explain();
   });
+
+  function explain() {
+    const twin = mode() === "ar";
+    if (twin) options.offer(["seed"], { seed: "best tokens" });
+    else options.offer(["seed", "steps", "entropy_bound"]);
+    $("#svg-markup").dataset.empty = twin ? WAITING.ar : WAITING.diffusion;
+    if (!link.model) return;
+    const { id, abilities } = link.model;
+    const honest = isEmbedded() && `${id} learned how icons are written better than what things look like.`;
+    const better = abilities.svg_mode === "ar" && (twin
+      ? `Drawn one token after another: ${id}'s better way.`
+      : `Drawn on a canvas: ${id} does better one by one.`);
+    $("#svg-about").textContent = [honest, better].filter(Boolean).map((said) => `${said} `).join("");
+  }
 }
 
 const requestFor = (name) => (isEmbedded() || !link.model.abilities.chat
@@ -124,13 +181,19 @@ const plain = (text) => text.trim().toLowerCase().replace(/\s+/g, " ");
 const extract = (text) => text.match(FENCED)?.[1] ?? text;
 const words = (draft) => draft.tokens.filter((_, i) => !draft.special.has(i)).join("");
 
-function judge(recording) {
+/** What an answer is worth, as far as it can be said without looking at the picture. */
+function worth(recording) {
   const source = extract(recording.text);
   const { shapes, dropped } = read(source);
   const faults = [];
   if (!isWellFormed(source)) faults.push("the markup is not well-formed");
   if (dropped.length) faults.push(`left out: ${[...new Set(dropped)].slice(0, 4).join(", ")}`);
   if (recording.finish === "length") faults.push("it was cut off");
+  return { shapes, faults, sound: shapes > 0 && !faults.length, rank: (shapes ? 10 : 0) - faults.length };
+}
+
+function judge(recording) {
+  const { shapes, faults } = worth(recording);
   const said = shapes ? plural(shapes, "shape") : "Nothing can be drawn";
   return faults.length ? `${said}; ${faults.join("; ")}.` : `${said}, sound markup.`;
 }

@@ -24,6 +24,7 @@ const ATTRIBUTES = new Map(Object.entries({
 }));
 const LABEL = /^(?:xmlns|id|class|version|role|baseProfile|data-[\w.-]+|aria-[\w.-]+)$/; // without effect: no fault
 const TAG = /<(\/?)([A-Za-z][\w:-]*)((?:\s+[A-Za-z_:][\w:.-]*\s*=\s*(?:"[^"<>]*"|'[^'<>]*'))*)\s*(\/?)>/g;
+const OPEN = /^<([A-Za-z][\w:-]*)((?:\s+[A-Za-z_:][\w:.-]*\s*=\s*"[^"<>]*")*)(\s+(?:d|points)\s*=\s*"[^"<>]*)?[^<>]*$/;
 // Text with entities, a comment, or a tag: what plain XML is made of.
 const ENTITY = "&(?:amp|lt|gt|quot|apos|#[0-9]{1,7}|#x[0-9a-fA-F]{1,6});";
 const VALUE = `(?:"(?:[^"<&]|${ENTITY})*"|'(?:[^'<&]|${ENTITY})*')`;
@@ -69,6 +70,13 @@ export function read(text, draft = false) {
   }
   while (open.length) drawing.parts.push(`</${open.pop()}>`);
   return affordable(drawing, cost);
+}
+
+/** A text that is being written from left to right: a tag that is still open ends with what it has. */
+export function closed(text) {
+  const from = text.lastIndexOf("<");
+  const [, tag, whole, path] = (from < 0 ? "" : text.slice(from)).match(OPEN) ?? [];
+  return tag ? `${text.slice(0, from)}<${tag}${whole}${path ? `${path}"` : ""}/>` : text;
 }
 
 /** A whole document. `ink`: the colour that stands for "the colour of the text". */
