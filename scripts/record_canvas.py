@@ -1,9 +1,11 @@
-"""Record a real run as an animated SVG: the live canvas of `dgemma run`, for the README.
+"""Record a real run as an animated SVG for the README: the live canvas of `dgemma run`, or a board of `dgemma sudoku`.
 
-    python scripts/record_canvas.py "How does diffusion write?" --model nano --out docs/canvas.svg
+    python scripts/record_canvas.py "How does diffusion write?" --model nano --out canvas.svg
+    python scripts/record_canvas.py expert --sudoku --seed 6 --columns 54 --out docs/canvas.svg
 
-The pictures are those of the terminal (`cli/canvas.py`), one a step. A line that stays the same for several steps is
-stored once, with the time it is visible. The panel has its own background, so it reads on light and on dark pages.
+The pictures are those of the terminal (`cli/canvas.py`, `cli/board.py`), one a step. A line that stays the same for
+several steps is stored once, with the time it is visible. The panel has its own background, so it reads on light and
+on dark pages.
 """
 
 from __future__ import annotations
@@ -19,16 +21,21 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
+from diffusiongemma.cli.board import GIVEN, REPAIRED, WRONG, Board, legend
 from diffusiongemma.cli.canvas import CONTROL, NOISE, SHADES, describe, render, sanitise
 from diffusiongemma.cli.show import metrics_line
+from diffusiongemma.cli.sudoku import read_puzzle
 from diffusiongemma.engine import Commit, Draft, End, Engine, Event
+from diffusiongemma.tasks.evaluation import Variant
+from diffusiongemma.tasks.sudoku import SudokuBoard
 
 MAX_BYTES = 300_000
 SETTLE, HOLD = 7.0, 4.0  # seconds for all steps together, and for the finished text
 FASTEST, SLOWEST = 0.12, 0.8  # a step
 CELL, LINE, FONT, SMALL, MARGIN, BAR = 8.4, 20, 14, 12, 18, 36
 COLOURS = {"": "#e6edf3", NOISE: "#5f6873", CONTROL: "#7d8590"} | {shade: shade for shade in SHADES}
-CLASSES = dict(zip(COLOURS, "tncabde", strict=True))
+COLOURS |= {GIVEN: "#ffffff", REPAIRED: "#f0883e", WRONG: "#f85149"}
+CLASSES = dict(zip(COLOURS, "tncabdegrw", strict=True))
 MUTED = "#7d8590"
 DOTS = ("#ff5f57", "#febc2e", "#28c840")
 FAMILY = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
@@ -52,6 +59,23 @@ def frames(events: Iterable[Event], engine: Engine, width: int, steps: int) -> I
             text += event.text
         elif isinstance(event, End):
             yield Frame(wrap(Text(sanitise(text)), console, width), metrics_line(event.metrics, event.finish_reason))
+
+
+def board_frames(engine: Engine, level: str, seed: int, width: int) -> Iterator[Frame]:
+    """One look at the board of `dgemma sudoku --random LEVEL --seed SEED`."""
+    givens, console = read_puzzle(None, level, seed), Console(width=width)
+    view = SudokuBoard.of(engine)
+    board, variant = Board(view, givens), Variant("diffusion", None, True, {})
+    for event in engine.submit(view.request(engine, givens, variant, seed, drafts=True, look=0)):
+        board.take(event)
+        final = isinstance(event, End)
+        status = f"step {board.step} · {board.settled} of 81 settled · {len(board.repaired)} taken back"
+        if final:
+            how = "every row, column and box holds 1 to 9" if not board.conflicts else "not solved"
+            status = f"{how} · {status}"
+        if final or isinstance(event, Draft):
+            picture = board.render(final).append("\n\n").append_text(legend())
+            yield Frame(wrap(picture, console, width), status)
 
 
 def wrap(text: Text, console: Console, width: int) -> tuple[Line, ...]:
@@ -105,7 +129,7 @@ def to_svg(shown: list[Frame], title: str, columns: int) -> str:
     style = [
         f"text{{font:{FONT}px {FAMILY};white-space:pre}}",
         *(f".{CLASSES[key]}{{fill:{colour}}}" for key, colour in COLOURS.items()),
-        f".{CLASSES[CONTROL]}{{font-style:italic}}.s{{fill:{MUTED};font-size:{SMALL}px}}",
+        f".{CLASSES[CONTROL]}{{font-style:italic}}.{CLASSES[GIVEN]}{{font-weight:bold}}.s{{fill:{MUTED};font-size:{SMALL}px}}",
         *(_keyframes(name, start, end, total) for (start, end), name in keyframes.items()),
         "@media (prefers-reduced-motion:reduce){g text{animation:none;visibility:hidden}g .last{visibility:visible}}",
     ]
@@ -151,13 +175,17 @@ def _keyframes(name: str, start: float, end: float, total: float) -> str:
 
 
 def main(
-    prompt: Annotated[str, typer.Argument(help="What to answer; with --holes, a text with holes such as [[?]].")],
+    prompt: Annotated[
+        str,
+        typer.Argument(help="What to answer; with --holes, a text with holes such as [[?]]; with --sudoku, how hard."),
+    ],
     out: Annotated[Path, typer.Option(help="The SVG to write.")],
     model: Annotated[str, typer.Option(help="As for dgemma run.")] = "nano",
     title: Annotated[str | None, typer.Option(help="What stands above; the command if nothing is said.")] = None,
     holes: Annotated[
         bool, typer.Option("--holes", help="Fill the holes of the prompt, as dgemma infill does.")
     ] = False,
+    sudoku: Annotated[bool, typer.Option("--sudoku", help="Solve a random board, as dgemma sudoku does.")] = False,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     steps: Annotated[int, typer.Option(min=1)] = 48,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
@@ -166,9 +194,14 @@ def main(
 ) -> None:
     with Engine.load(model) as engine:
         options = dict(seed=seed, steps=steps, max_new_tokens=max_new_tokens)
-        stream = engine.fill_stream(prompt, **options) if holes else engine.stream(prompt, **options)
-        every = list(frames(stream, engine, columns, steps))
+        if sudoku:
+            every = list(board_frames(engine, prompt, seed, columns))
+        else:
+            stream = engine.fill_stream(prompt, **options) if holes else engine.stream(prompt, **options)
+            every = list(frames(stream, engine, columns, steps))
     command = f"dgemma {'infill' if holes else 'run'} --model {model}" + ("" if holes else f" {prompt!r}")
+    if sudoku:
+        command = f"dgemma sudoku --random {prompt} --seed {seed}"
     shown = thin(every, most)
     while len(svg := to_svg(shown, title or command, columns).encode()) > MAX_BYTES and len(shown) > 2:
         shown = thin(shown, len(shown) - 1)

@@ -162,6 +162,16 @@ def test_recording(recorder: ModuleType, tmp_path: Path) -> None:
     assert out.stat().st_size < recorder.MAX_BYTES
 
 
+def test_recording_of_a_board(recorder: ModuleType, tmp_path: Path) -> None:
+    out = tmp_path / "board.svg"
+    recorder.main("easy", out, "nano", sudoku=True, seed=0, columns=60)
+    text = out.read_text(encoding="utf-8")
+    assert "every row, column and box holds 1 to 9" in text
+    assert "dgemma sudoku --random easy --seed 0" in text
+    assert text.count("│") >= 9 * 4
+    assert f'class="{recorder.CLASSES["bold"]}"' in text  # givens
+
+
 def test_recorded_lines_say_what_the_picture_says(recorder: ModuleType) -> None:
     text = render(
         draft(TOKENIZER.encode("ab\ncd"), [0.0, 9.0, 0.0, 9.0, 9.0], [True, False, True, False, False]), TOKENIZER
