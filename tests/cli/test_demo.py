@@ -23,6 +23,8 @@ def test_demo_solves_fills_and_draws(tmp_path: Path) -> None:
     assert is_solution([int(cell) for cell in boards[-1]], random_puzzle("hard", SEED))
     assert "solved: every row, column and box holds 1 to 9" in result.stderr
     assert "item):\n        self.items.append(item)\n    def pop(self):" in result.stdout
+    # As a terminal shows both: the figures do not stand amid the code.
+    assert result.output.index("def __len__") < result.output.index("tokens per forward")
     assert [result.stderr.count(how) for how in ("tokens per forward", " · one after another · ")] == [1, 1]
     assert "an icon: clock, outline, one token after another" in result.stderr
     assert "1 of 3 attempts, the best token each time" in result.stderr

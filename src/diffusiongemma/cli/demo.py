@@ -68,6 +68,5 @@ def _fill(engine: Engine, settings: Settings) -> bool:
     from diffusiongemma.cli.infill import fill_between
 
     print(PREFIX, end="", flush=True)
-    answer = fill_between(engine, PREFIX, SUFFIX, settings, check="python")
-    print(SUFFIX.strip("\n"), flush=True)
+    answer = fill_between(engine, PREFIX, SUFFIX, settings, behind=SUFFIX.strip("\n"), check="python")
     return not answer.cancelled

@@ -61,10 +61,12 @@ def infill(
             output.write_text(answer.text, encoding="utf-8", newline="")
 
 
-def fill_between(engine: Engine, prefix: str, suffix: str, settings: Settings, **options: Any) -> Answer:
-    """Fill one hole and show it; `settings` win over `options`."""
+def fill_between(
+    engine: Engine, prefix: str, suffix: str, settings: Settings, behind: str = "", **options: Any
+) -> Answer:
+    """Fill one hole and show it, and what is to stand `behind` it; `settings` win over `options`."""
     stream = engine.infill_stream(prefix, suffix, **{"seed": None} | options | settings.options)
-    return _show(engine, stream, settings)
+    return _show(engine, stream, settings, behind)
 
 
 def _checked_if_several(engine: Engine, text: str, options: dict[str, Any]) -> Iterator[Event]:
@@ -77,11 +79,11 @@ def _checked_if_several(engine: Engine, text: str, options: dict[str, Any]) -> I
         return engine.fill_stream(text, check="none", **options)
 
 
-def _show(engine: Engine, stream: Iterator[Event], settings: Settings) -> Answer:
+def _show(engine: Engine, stream: Iterator[Event], settings: Settings, behind: str = "") -> Answer:
     from diffusiongemma.cli.show import show
 
     steps = settings.options.get("steps", engine.params.steps)
-    return show(engine, _until_interrupted(stream), settings, steps, is_reply=False)
+    return show(engine, _until_interrupted(stream), settings, steps, is_reply=False, behind=behind)
 
 
 def _read(file: str | None, prefix: str | None, suffix: str | None) -> str | None:

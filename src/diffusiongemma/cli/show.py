@@ -176,14 +176,17 @@ def show(
     steps: int,
     stops: tuple[str, ...] = (),
     is_reply: bool = True,
+    behind: str = "",
 ) -> Answer:
-    """Show these events, then the line of figures."""
+    """Show these events, then what stands behind the answer, then the line of figures."""
     answer = Answer(engine, stops, is_reply)
     display = make_display(engine, settings, steps)
     with display:
         for event in events:
             display.take(event, answer.take(event))
     display.close(answer)
+    if behind:
+        print(behind, flush=True)
     end = answer.end
     if end is not None and end.finish_reason == "error":
         raise DiffusionGemmaError(f"the request failed: {end.error}")
