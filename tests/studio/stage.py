@@ -26,6 +26,8 @@ from diffusiongemma.engine.engine import ASSETS
 HERE = "nano" if (ASSETS / "nano" / "config.json").is_file() else "random:tiny"
 MODEL = os.environ.get("DGEMMA_TEST_MODEL", HERE)
 SHIPPED = MODEL == "nano"
+SHAPE = '<path fill="none" stroke="currentColor" d="M12 3l3 6h6l-5 5 2 7-6-4-6 4z"/>'
+STAR = f'<svg viewBox="0 0 24 24">{SHAPE}</svg>'
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 FLAGS += ["--disable-sync", "--no-first-run", "--disable-dev-shm-usage"]  # the last: a container may have little of it
 NAMES = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")

@@ -7,7 +7,9 @@ from playwright.sync_api import expect
 
 from diffusiongemma.tasks.svg_safe import sanitise
 from studio.stage import (
+    SHAPE,
     SHIPPED,
+    STAR,
     Seen,
     Served,
     answer_chat,
@@ -21,9 +23,6 @@ from studio.stage import (
     set_option,
     wait_done,
 )
-
-SHAPE = '<path fill="none" stroke="currentColor" d="M12 3l3 6h6l-5 5 2 7-6-4-6 4z"/>'
-STAR = f'<svg viewBox="0 0 24 24">{SHAPE}</svg>'
 
 
 @pytest.mark.skipif(not SHIPPED, reason="the embedded model is not in this build")

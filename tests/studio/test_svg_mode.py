@@ -7,7 +7,9 @@ import pytest
 from playwright.sync_api import BrowserContext, Page, Route, expect
 
 from studio.stage import (
+    SHAPE,
     SHIPPED,
+    STAR,
     Seen,
     Served,
     answer_chat,
@@ -23,9 +25,6 @@ from studio.stage import (
     usage,
     wait_done,
 )
-
-SHAPE = '<path fill="none" stroke="currentColor" d="M12 3l3 6h6l-5 5 2 7-6-4-6 4z"/>'
-STAR = f'<svg viewBox="0 0 24 24">{SHAPE}</svg>'
 
 
 @pytest.mark.skipif(not SHIPPED, reason="the embedded model is not in this build")

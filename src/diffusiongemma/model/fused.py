@@ -183,8 +183,8 @@ class FusedNetwork:
         m, ops = layer.module, self.ops
         # One kernel makes the rows of both branches: quantised, if both want that.
         quant = layer.mlp.quant() if layer.mlp.quant() == _quant(layer.up) else None
-        post, *pre = (m.post_attention_layernorm, m.pre_feedforward_layernorm, m.pre_feedforward_layernorm_2)
-        norms = (post.weight, *(norm.weight for norm in pre))
+        before = (m.post_attention_layernorm, m.pre_feedforward_layernorm, m.pre_feedforward_layernorm_2)
+        norms = tuple(norm.weight for norm in before)
         router = Router(m.router.proj.weight, m.router.scale, m.router.per_expert_scale, m.router.top_k)
         if few:
             routed = ops.route_one(x, branch, norms, router, self.eps, quant, self._counters)
