@@ -6,7 +6,7 @@ import torch
 from diffusiongemma.config import ModelConfig
 from diffusiongemma.model import DiffusionGemma
 from diffusiongemma.train.experts import PATHS, ExpertsPath
-from diffusiongemma.train.forward import TrainingForward
+from diffusiongemma.train.forward import TrainingForward, _masked, _windowed
 
 
 def network(window: int = 16, seed: int = 0) -> DiffusionGemma:
@@ -49,6 +49,20 @@ def test_equals_encode_and_denoise(experts: ExpertsPath, window: int, views: int
             torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(hidden.view(rows, -1, model.config.hidden_size), whole, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(routing.load.sum(dim=1), torch.ones(model.config.num_hidden_layers))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the fast window needs a GPU")
+def test_a_window_is_a_mask_also_in_its_gradients() -> None:
+    torch.manual_seed(0)
+    sizes = ((2, 300, 8, 64), (2, 300, 4, 64), (2, 300, 4, 64))
+    parts = [(0.3 * torch.randn(size, device="cuda")).bfloat16().requires_grad_() for size in sizes]
+    weight = torch.randn(sizes[0], device="cuda").bfloat16()
+    found = []
+    for way in (_windowed, _masked):
+        out = way(*parts, 100)
+        found.append((out, *torch.autograd.grad((out * weight).sum(), parts)))
+    for fast, slow in zip(*found, strict=True):
+        torch.testing.assert_close(fast, slow, atol=3e-2, rtol=3e-2)
 
 
 def test_every_weight_gets_a_gradient_and_the_prefix_too() -> None:

@@ -1,8 +1,9 @@
 """The network in training: whole batches with gradients, through the same modules as inference.
 
 All rows of a micro-batch have one prefix length P and one canvas length L. Attention then needs no mask: the encoder is
-plainly causal, and a canvas sees all keys of its own prefix and of itself. `encode` reads prefix and canvas cleanly
-and hands out the keys and values of the prefix, with gradients; `denoise` reads noisy canvases over them.
+plainly causal, in a window or not, and a canvas sees all keys of its own prefix and of itself. `encode` reads prefix
+and canvas cleanly and hands out the keys and values of the prefix, with gradients; `denoise` reads noisy canvases over
+them.
 
 Only attention knows rows, everything else works on flat tokens [N, D] and is what `torch.compile` gets: two functions
 a layer, compiled once for all layers and all sizes.
@@ -155,16 +156,32 @@ def _best(probability: Tensor, k: int) -> Tensor:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None) -> Tensor:
     """q [B, T, H, Dh], k and v [B, S, K, Dh] -> [B, T, H, Dh]"""
-    length = q.shape[1]
-    mask = None
-    if causal and window is not None and length > window:
-        at = torch.arange(length, device=q.device)
-        behind = at[:, None] - at[None, :]
-        mask, causal = (behind >= 0) & (behind < window), False  # slow; recipes keep T within the window
+    if causal and window is not None and q.shape[1] > window:
+        return _windowed(q, k, v, window)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     gqa = q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=1.0, enable_gqa=gqa)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=1.0, enable_gqa=gqa)
     return out.transpose(1, 2)
+
+
+def _windowed(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """`attend`, causal, where a token sees itself and the `window - 1` before it; `_masked` says the same slowly"""
+    if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16):
+        return _masked(q, k, v, window)
+    # torch's public attention has no window but by a mask, which keeps it off this kernel.
+    length, span = q.shape[1], {"window_size_left": window - 1, "window_size_right": 0}
+    flash = torch.ops.aten._flash_attention_forward
+    out: Tensor = flash(q, k, v, None, None, length, length, 0.0, True, False, scale=1.0, **span)[0]
+    return out
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    at = torch.arange(q.shape[1], device=q.device)
+    behind = at[:, None] - at[None, :]
+    mask = (behind >= 0) & (behind < window)
+    groups = q.shape[2] // k.shape[2]
+    q, k, v = q.transpose(1, 2), *(t.repeat_interleave(groups, dim=2).transpose(1, 2) for t in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0).transpose(1, 2)
 
 
 def _with_prefix(old: Tensor, new: Tensor, window: int | None) -> Tensor:
