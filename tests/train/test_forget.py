@@ -171,7 +171,7 @@ def test_a_range_is_two_numbers(tmp_path: Path, name: str, wrong: str) -> None:
 
 def test_the_recipes_can_be_read() -> None:
     """Those of the embedded model; what they train on is not here."""
-    for name in ("nano_third", "nano_fourth"):
+    for name in ("nano_third", "nano_fourth", "nano_fifth"):
         recipe = read_recipe(ROOT / "recipes" / f"{name}.toml")
         assert abs(sum(task.weight for task in recipe.tasks) - 1.0) < 1e-9
         assert {task.name: task.forget for task in recipe.tasks if task.hold} == {"sudoku": 8}
