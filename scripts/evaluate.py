@@ -59,12 +59,13 @@ class Evaluation:
 
 LINE, BLOCKS = {"sets": ["line"]}, {"sets": ["lines", "inside"]}
 BOARDS = {"sets": ["qqwing_expert", "gymnasium_sudoku"]}
-EIGHT = {"candidates": 8, "check": "python"}
+FOUR, EIGHT = ({"candidates": count, "check": "python"} for count in (4, 8))
 EVALUATIONS = {
     "svg-ar": Evaluation(plan_svg, how={"mode": "ar"}),  # how nano draws
     "sudoku": Evaluation(plan_sudoku, {"sets": [*BOARDS["sets"], "own_36_46"], "attempts": 5}),
     "svg": Evaluation(plan_svg, {"attempts": 6}),
     "line": Evaluation(plan_infill, LINE),
+    "line-4": Evaluation(plan_infill, LINE | FOUR),  # as many as `dgemma infill` tries by itself
     "line-8": Evaluation(plan_infill, LINE | EIGHT),
     "svg-careful": Evaluation(plan_svg, how={"limit": 200, "steps": "96", "option": ["entropy_bound=0.05"]}),
     "blocks": Evaluation(plan_infill, BLOCKS, {"limit": 250}),
