@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from diffusiongemma.engine import Candidate, Commit, Draft, End, Engine, Metrics, Request, SamplingParams, collect
 from diffusiongemma.engine.candidates import Try, judge
 from diffusiongemma.engine.infill import CONTEXT, NEAR, ladder, plan_infill, spread, widths_to_try
+from diffusiongemma.engine.params import HolePrompt
 from diffusiongemma.errors import ConfigError, DiffusionGemmaError, InputError
 from diffusiongemma.model import CacheRow
 from diffusiongemma.tasks import format as task_format
@@ -142,6 +143,30 @@ def test_the_context_is_what_the_model_was_trained_with() -> None:
     assert len(one.request.prompt) == 3 + 1 + 40
     (one,) = plan_infill(engine("fim"), before, after, params, 1)
     assert len(one.request.prompt) > 4000  # models of the other order say nothing about theirs
+
+
+def test_a_short_prompt_runs_in_as_far_as_the_model_was_trained() -> None:
+    kind, params = "fim_suffix_first", SamplingParams.build(steps=3, seed=5, max_new_tokens=20)
+    own = Engine(model(), tokenizer(kind), hole=HolePrompt(60, "0123456789" * 9))
+    (end, *_) = own.model.config.eos_token_ids
+    plain = engine(kind)
+
+    def prompt(of: Engine, before: str, after: str, context: int | None = None) -> tuple[int, ...]:
+        (one,) = plan_infill(of, before, after, params, 1, context=context)
+        return one.request.prompt
+
+    for context in (None, 20):  # what is seen of the text is less, and the rest is filled all the same
+        seen = prompt(plain, "x = ", "z" * 900, context or 60)
+        assert len(seen) < 60
+        whole = prompt(own, "x = ", "z" * 900, context)
+        missing = 60 - len(seen)
+        assert whole[missing:] == seen
+        assert whole[missing - 1] == end
+        assert tokenizer(kind).decode(whole[: missing - 1]) == ("0123456789" * 9)[-(missing - 1) :]
+    assert prompt(own, "ab" * 90, "cd" * 90) == prompt(plain, "ab" * 90, "cd" * 90, 60)  # nothing is missing
+    own.hole = HolePrompt(60, "01")
+    assert len(prompt(own, "x", "")) == 3 + len(prompt(plain, "x", ""))  # as much as there is
+    own.close()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from diffusiongemma.config import ModelConfig
 from diffusiongemma.engine.guard import find_garbage
 from diffusiongemma.engine.output import OutputText
-from diffusiongemma.engine.params import SamplingParams, released_params
+from diffusiongemma.engine.params import HolePrompt, SamplingParams, released_params
 from diffusiongemma.engine.prefix import PrefixStore, common
 from diffusiongemma.engine.prompt import build_prompt
 from diffusiongemma.engine.request import Request
@@ -87,15 +87,32 @@ def test_stop_takes_one_or_several() -> None:
 
 
 def test_the_checkpoints_own_settings(tmp_path) -> None:
-    assert released_params(tmp_path) == (SamplingParams(), (), "diffusion")
+    assert released_params(tmp_path) == (SamplingParams(), (), "diffusion", HolePrompt())
     data = {"max_denoising_steps": 20, "t_max": 0.9, "sampler_config": {"entropy_bound": 0.3}, "eos_token_id": [1, 106]}
     (tmp_path / "generation_config.json").write_text(json.dumps(data))
-    params, ends, svg_mode = released_params(tmp_path)
-    assert svg_mode == "diffusion"
+    params, ends, svg_mode, hole = released_params(tmp_path)
+    assert (svg_mode, hole) == ("diffusion", HolePrompt())
     assert (params.steps, params.t_max, params.entropy_bound, params.t_min) == (20, 0.9, 0.3, 0.4)
     assert ends == (1, 106)
     (tmp_path / "dgemma.json").write_text('{"svg_mode": "ar"}')
-    assert released_params(tmp_path) == (params, ends, "ar")
+    assert released_params(tmp_path) == (params, ends, "ar", HolePrompt())
+    for said in ({"context": 640}, {"context": 64, "run_in": "x = 1"}):
+        (tmp_path / "dgemma.json").write_text(json.dumps({"hole": said}))
+        assert released_params(tmp_path) == (params, ends, "diffusion", HolePrompt(**said))
+    for few in (7, 64.0, True, "64"):
+        (tmp_path / "dgemma.json").write_text(json.dumps({"hole": {"context": few}}))
+        with pytest.raises(ConfigError, match="hole: context must be an integer of at least 8 tokens"):
+            released_params(tmp_path)
+    for wrong, message in (
+        ({"run_in": "x"}, "hole must be an object with `context`"),
+        ({"context": 64, "run_in": 3}, "run_in must be a text"),
+        ({"length": 3}, "hole must be an object"),
+        ([64], "hole must be an object"),
+        (None, "hole must be an object"),
+    ):
+        (tmp_path / "dgemma.json").write_text(json.dumps({"hole": wrong}))
+        with pytest.raises(ConfigError, match=message):
+            released_params(tmp_path)
     for wrong in ("causal", None, ["ar"]):
         (tmp_path / "dgemma.json").write_text(json.dumps({"svg_mode": wrong}))
         with pytest.raises(ConfigError, match="svg_mode must be 'diffusion' or 'ar'"):

@@ -30,7 +30,7 @@ from diffusiongemma.engine.candidates import (
 )
 from diffusiongemma.engine.choice import Check, Choice, Choose
 from diffusiongemma.engine.events import Commit, Event, Result
-from diffusiongemma.engine.params import SamplingParams
+from diffusiongemma.engine.params import LEAST_CONTEXT, SamplingParams
 from diffusiongemma.engine.request import Request
 from diffusiongemma.engine.worker import Scope
 from diffusiongemma.errors import InputError
@@ -46,8 +46,8 @@ LENGTHS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # of a hole; the 
 NEAR = 16  # tokens behind a hole that its score looks at, and that a canvas has room for
 MAX_CANDIDATES = 16
 SEEDS = 2  # tries a canvas width, where the model ends the middle itself
-CONTEXT = 384  # prompt tokens that models of the suffix-first order (the embedded one) were trained with,
-AFTER = 0.4  # … and the part of them that the suffix may take
+CONTEXT = 384  # prompt tokens at most for models of the suffix-first order that do not say what they were trained with,
+AFTER = 0.4  # … and the part of them, or of what is said, that the suffix may take
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,9 @@ def infill_stream(
     """Drafts, one commit with the middle, an end. `max_new_tokens` is the most a middle may have.
 
     `candidates`: how many to try (default: what the strategy suggests). `strategy`: "fim" for a model with
-    fill-in-the-middle tokens, "canvas" for any; "auto" takes the first that the model can do. `context`: prompt tokens
-    at most, with strategy "fim" (default: what the model was trained with). `check`, `choose`: which one wins, see
-    choice.py.
+    fill-in-the-middle tokens, "canvas" for any; "auto" takes the first that the model can do. `context`: tokens of the
+    text around the hole at most, with strategy "fim" (default: what the model was trained with). `check`, `choose`:
+    which one wins, see choice.py.
     """
     choice = Choice(check, choose)
     params = sampling(engine.params, (), options | {"max_new_tokens": max_new_tokens, "seed": fresh(seed)})
@@ -111,8 +111,8 @@ def plan_infill(
 ) -> list[Try]:
     """The candidates for one hole of `min_tokens` to `params.max_new_tokens`."""
     check_choices(candidates, strategy)
-    if context is not None and (type(context) is not int or context < 8):
-        raise InputError(f"context must be an integer of at least 8 tokens, got {context!r}")
+    if context is not None and (type(context) is not int or context < LEAST_CONTEXT):
+        raise InputError(f"context must be an integer of at least {LEAST_CONTEXT} tokens, got {context!r}")
     fim = FimTokens.of(engine.tokenizer)
     if strategy == "fim" and fim is None:
         raise InputError("this model has no fill-in-the-middle tokens: use strategy 'canvas'")
@@ -149,7 +149,9 @@ def _plan_fim(
     lead = encode_exact(tokenizer, opening)
     most = len(lead) + params.max_new_tokens
     widths = widths_to_try(most, params, config.canvas_length)
-    prompt = fim.prompt(*_near_sides(tokenizer, fim, body, suffix, context), config.max_position_embeddings - most)
+    sides = _near_sides(tokenizer, fim, body, suffix, context or engine.hole.context)
+    room = config.max_position_embeddings - most
+    prompt = _with_run_in(engine, fim.prompt(*sides, room), room)
     pads = [tokenizer.special["pad"]] if "pad" in tokenizer.special else []
     forbidden = forbidden_tokens(engine, allowed=[*engine.ends, *pads])
     # A line break with an indent is one token: if only the break is given, the model writes both, and the break is cut
@@ -197,6 +199,16 @@ def _near_sides(
     room = (context or CONTEXT) - 3  # beginning of text and the two marks
     after = encode_start(tokenizer, suffix, int(AFTER * (context or CONTEXT)))
     return encode_end(tokenizer, prefix, room - len(after)), after
+
+
+def _with_run_in(engine: Engine, prompt: tuple[int, ...], room: int) -> tuple[int, ...]:
+    """A shorter prompt than the model was trained with, after the end of something else, closed, as in training."""
+    hole = engine.hole
+    missing = min(hole.context or 0, room) - len(prompt)
+    if not hole.run_in or missing <= 0:
+        return prompt
+    other = [*encode_exact(engine.tokenizer, hole.run_in), engine.model.config.eos_token_ids[0]]
+    return (*other[-missing:], *prompt)
 
 
 def _plan_canvas(

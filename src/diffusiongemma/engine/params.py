@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 from diffusiongemma.errors import ConfigError
 
 Mode = Literal["diffusion", "ar"]
+LEAST_CONTEXT = 8  # tokens around a hole, with the marks between them
 WIDTHS = (32, 64, 128, 256)  # canvases that `canvas="adaptive"` chooses from
 
 
@@ -126,12 +127,23 @@ def _number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
+@dataclass(frozen=True)
+class HolePrompt:
+    """What a model was trained to see before a hole: at most `context` tokens of the text around it (None: it does not
+    say), and before fewer of them the end of `run_in`, as of another document, so that there are as many after all."""
+
+    context: int | None = None
+    run_in: str = ""
+
+
 class Released(NamedTuple):
-    """What a checkpoint asks for: sampler settings, end-of-text ids, and how it draws icons unless told otherwise."""
+    """What a checkpoint asks for: sampler settings, end-of-text ids, how it draws icons unless told otherwise, and what
+    it wants to see of the text around a hole."""
 
     params: SamplingParams = SamplingParams()
     ends: tuple[int, ...] = ()
     svg_mode: Mode = "diffusion"
+    hole: HolePrompt = HolePrompt()
 
 
 def released_params(folder: Path) -> Released:
@@ -150,13 +162,27 @@ def released_params(folder: Path) -> Released:
         options["entropy_bound"] = sampler["entropy_bound"]
     ends = data.get("eos_token_id")
     ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    svg_mode = own.get("svg_mode", "diffusion")
-    problems = [f"{name}: there is no such setting" for name in own if name != "svg_mode"]
+    svg_mode, hole = own.get("svg_mode", "diffusion"), HolePrompt()
+    problems = [f"{name}: there is no such setting" for name in own if name not in ("svg_mode", "hole")]
     if svg_mode not in ("diffusion", "ar"):
         problems.append(f"svg_mode must be 'diffusion' or 'ar', got {svg_mode!r}")
+    if "hole" in own:
+        problems += _hole_problems(own["hole"])
+        hole = hole if problems else HolePrompt(**own["hole"])
     if problems:
         raise ConfigError(f"{folder / 'dgemma.json'} cannot be honoured", problems)
-    return Released(SamplingParams.build(**options), tuple(t for t in ids if type(t) is int), svg_mode)
+    return Released(SamplingParams.build(**options), tuple(t for t in ids if type(t) is int), svg_mode, hole)
+
+
+def _hole_problems(said: Any) -> list[str]:
+    if not isinstance(said, Mapping) or not {"context"} <= said.keys() <= {"context", "run_in"}:
+        return [f"hole must be an object with `context` and perhaps `run_in`, got {said!r}"]
+    found, context = [], said["context"]
+    if type(context) is not int or context < LEAST_CONTEXT:
+        found.append(f"hole: context must be an integer of at least {LEAST_CONTEXT} tokens, got {context!r}")
+    if not isinstance(said.get("run_in", ""), str):
+        found.append(f"hole: run_in must be a text, got {said['run_in']!r}")
+    return found
 
 
 def _read_object(file: Path) -> Mapping[str, Any]:
