@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from diffusiongemma.engine import Engine, Limits, Request, SamplingParams
 from diffusiongemma.engine.fast import FastRunner
@@ -15,6 +16,7 @@ from diffusiongemma.engine.lane import Lane
 from diffusiongemma.engine.worker import Handle
 from diffusiongemma.errors import CacheError
 from diffusiongemma.model import CacheRow
+from diffusiongemma.model.pool import CachePool
 from engine.runners import CONFIG, BoardDraws, fast_engine, plain_engine, told
 
 Told = list[tuple[object, ...]]
@@ -157,3 +159,20 @@ def test_a_request_whose_row_cannot_be_had_gets_its_end(monkeypatch: pytest.Monk
 
 def _no_row(max_length: int) -> CacheRow:
     raise CacheError("no room")
+
+
+def test_recorded_passes_make_no_views_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels know a row by a number; two views of each layer took the host longer than all else before a pass."""
+    asked, pool = list[int](), CachePool.layer
+
+    def layer(self: CachePool, *where: int) -> tuple[Tensor, Tensor]:
+        asked.append(where[0])
+        return pool(self, *where)
+
+    monkeypatch.setattr(CachePool, "layer", layer)
+    with fast_engine(Limits(max_rows=3, max_bytes=4 * room_for(60))) as engine:
+        for turn in range(2):
+            prompts = [range(10 * (3 * turn + i), 10 * (3 * turn + i) + 9) for i in range(3)]
+            drive(engine, [(0, [canvases(prompt, 32)]) for prompt in prompts])
+        assert len(engine.scheduler.prefixes)
+    assert not asked

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from diffusiongemma.errors import InputError
-from diffusiongemma.ops import attention_cached, attention_join_triton, attention_triton, attention_wide_triton
+from diffusiongemma.ops import (
+    attention_cached,
+    attention_join_triton,
+    attention_triton,
+    attention_wide_triton,
+    early_triton,
+)
 from diffusiongemma.ops.attention import attend_canvas, attend_causal
 from diffusiongemma.ops.attention_cached import New, Prefix
 from diffusiongemma.ops.attention_triton import Blocks
@@ -101,6 +107,30 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(causal, blocks) -> None:
         begin = torch.tensor([0, own.stop - own.start], dtype=torch.int32, device=DEVICE)
         alone = attention_triton.attend(q[own], k[own], v[own], one, New(begin, new.most), causal, window, blocks)
         assert torch.equal(alone, whole[own])
+
+
+@pytest.mark.parametrize("rows", [MIXED, [(3, 9), (0, 0), (20, 17), (0, 0)], [(0, 1), (5, 1)], [(0, 8), (5, 8)]])
+def test_rows_that_share_the_tokens_of_a_pass(rows, monkeypatch) -> None:
+    """Each could have all of them; programs are launched for as many as there are, and the bits are the same."""
+    q, k, v, prefix, new = make(rows)
+    launched = []
+
+    def run(kernel, programs, *args, **options):
+        launched.append(programs)
+        early_triton.run(kernel, programs, *args, **options)
+
+    monkeypatch.setattr(attention_triton, "run", run)
+    got = attention_triton.attend(q, k, v, prefix, New(new.begin, len(q)), True, 16, SPLIT)
+    tokens, others = SPLIT.queries // 2, 2 * SPLIT.parts  # two heads a group; two K/V heads
+    needed = sum(-(-count // tokens) for _, count in rows) * others
+    assert needed <= launched[0] <= min(needed + len(rows) * others, len(rows) * -(-len(q) // tokens) * others)
+    for b, (_, count) in enumerate(rows):
+        if count:
+            own = slice(int(new.begin[b]), int(new.begin[b + 1]))
+            one = Prefix(prefix.keys, prefix.values, prefix.row[b : b + 1], prefix.length[b : b + 1])
+            begin = torch.tensor([0, count], dtype=torch.int32, device=DEVICE)
+            alone = attention_triton.attend(q[own], k[own], v[own], one, New(begin, count), True, 16, SPLIT)
+            assert torch.equal(alone, got[own])
 
 
 def test_wide_heads_take_turns_where_room_is_short(monkeypatch) -> None:

@@ -61,6 +61,8 @@ class PrefixStore:
 def common(a: Seq[int], b: Seq[int]) -> int:
     """Length of the common beginning, by halving: slices compare at C speed."""
     low, high = 0, min(len(a), len(b))
+    if not high or a[0] != b[0]:  # most have nothing in common
+        return 0
     while low < high:
         middle = (low + high + 1) // 2
         if tuple(a[low:middle]) == tuple(b[low:middle]):

@@ -204,7 +204,7 @@ class Sequence:
 
     def _begin_block(self) -> None:
         assert self.row is not None
-        device = self.row.keys[0].device
+        device = self.row.device
         width = self._width(self.params.max_new_tokens - len(self.reply))
         self.denoiser = self._make_denoiser(width)
         start = self.request.start if not self.reply and not self._redos else None

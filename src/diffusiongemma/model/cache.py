@@ -11,6 +11,7 @@ p mod S of a ring.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from diffusiongemma.config import ModelConfig
 from diffusiongemma.errors import CacheError
 
 GROWTH = 256  # a full layer starts with this many slots and doubles
+Layers = tuple[list[Tensor], list[Tensor]]  # keys and values
 
 
 class CacheRow:
@@ -42,16 +44,29 @@ class CacheRow:
         self._deepest = 0  # the longest this row has been since its rings were written
         self.ring = min(max_length, max(config.sliding_window - 1, config.canvas_window) + rollback)
         self.dtype, self.device = dtype, torch.device(device)
-        self.keys: list[Tensor] = []  # a layer each: [K, S, Dh]
-        self.values: list[Tensor] = []
-        self._allocate()
+        self._layers = self._allocate()
 
-    def _allocate(self) -> None:
+    @property
+    def keys(self) -> list[Tensor]:
+        """A layer each: [K, S, Dh]"""
+        return self._made()[0]
+
+    @property
+    def values(self) -> list[Tensor]:
+        return self._made()[1]
+
+    def _made(self) -> Layers:
+        assert self._layers is not None
+        return self._layers
+
+    def _allocate(self) -> Layers | None:
+        keys, values = list[Tensor](), list[Tensor]()
         for layer in range(self.config.num_hidden_layers):
             heads, head_dim = self.config.layer_heads(layer)
             slots = self.ring if self.config.is_sliding(layer) else min(self.max_length, GROWTH)
-            self.keys.append(torch.empty(heads, slots, head_dim, dtype=self.dtype, device=self.device))
-            self.values.append(torch.empty(heads, slots, head_dim, dtype=self.dtype, device=self.device))
+            for tensors in (keys, values):
+                tensors.append(torch.empty(heads, slots, head_dim, dtype=self.dtype, device=self.device))
+        return keys, values
 
     def _new(self, max_length: int) -> CacheRow:
         """An empty row of the same kind."""
@@ -152,6 +167,7 @@ class CacheRow:
         return twin
 
     @staticmethod
+    @lru_cache(maxsize=256)  # a scheduler asks for all its rows, again and again
     def bytes_for(config: ModelConfig, max_length: int, dtype: torch.dtype, rollback: int = 0) -> int:
         """What a row of this size takes when it is full."""
         ring = min(max_length, max(config.sliding_window - 1, config.canvas_window) + rollback)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from diffusiongemma.config import ModelConfig
 from diffusiongemma.errors import CacheError
-from diffusiongemma.model.cache import CacheRow
+from diffusiongemma.model.cache import CacheRow, Layers
 from diffusiongemma.ops.attention_cached import Prefix
 
 MOVE = 1 << 24  # numbers that move at once
@@ -150,23 +150,32 @@ class PoolRow(CacheRow):
     """A row of a pool; for everything else a row like any other."""
 
     def __init__(self, pool: CachePool, start: int, max_length: int) -> None:
-        self.pool, self.start, self.starts = pool, start, list[int]()
+        self.pool = pool
         self.size = pool.size_of(max_length)  # units
         super().__init__(pool.config, max_length, pool.dtype, pool.device)
+        self.settle(start)
 
     def settle(self, start: int) -> None:
         """Its memory begins at this unit now."""
-        self.start = start
-        self._allocate()
+        self.start, self.starts = start, self.pool.starts(start, self.max_length)
+        self._layers = None
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * self.size * self.pool.unit * self.dtype.itemsize
 
     def _allocate(self) -> None:
-        self.starts = self.pool.starts(self.start, self.max_length)
-        self.keys, self.values = [], []
-        for layer, start in enumerate(self.starts):
-            slots = self.ring if self.config.is_sliding(layer) else self.max_length
-            keys, values = self.pool.layer(layer, start, slots)
-            self.keys.append(keys)
-            self.values.append(values)
+        """Its memory is the pool's. Kernels know it by a number, so views of it are made when somebody asks."""
+
+    def _made(self) -> Layers:
+        if self._layers is None:
+            keys, values = list[Tensor](), list[Tensor]()
+            for layer, start in enumerate(self.starts):
+                slots = self.ring if self.config.is_sliding(layer) else self.max_length
+                for views, view in zip((keys, values), self.pool.layer(layer, start, slots), strict=True):
+                    views.append(view)
+            self._layers = keys, values
+        return self._layers
 
     def _new(self, max_length: int) -> CacheRow:
         return self.pool.new_row(max_length)

@@ -87,18 +87,33 @@ def _tile(q, k, v, seen, acc, top, total, CAUSAL: tl.constexpr):
     return acc, higher, total
 
 
+@triton.jit
+def _nth_block(at, begin, batch, TOKENS: tl.constexpr, ROWS: tl.constexpr):
+    """The row and the place in it of a block of queries, blocks of all rows counted through; one beyond the last block
+    is beyond the last row's"""
+    b = tl.arange(0, ROWS)
+    counts = tl.load(begin + b + 1, mask=b < batch, other=0) - tl.load(begin + b, mask=b < batch, other=0)
+    own = tl.cdiv(counts, TOKENS)
+    row = tl.minimum(tl.sum((tl.cumsum(own) <= at).to(tl.int32)), batch - 1)
+    return row, at - tl.sum(tl.where(b < row, own, 0))
+
+
 @triton.jit(do_not_specialize=["batch", "slots", "tokens", "blocks", "window"])
 def _attend_kernel(
     q, q_block, k, v, keys, values, part, part_top, part_total, rows, lengths, begin, batch, slots, tokens,
     blocks, window, H: tl.constexpr, K: tl.constexpr, DH: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HOPPER: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, HOPPER: tl.constexpr,
 ):  # fmt: skip
+    """`blocks` of queries: of each row, or (`ROWS`, a power of two: no fewer than there are) of all rows"""
     ready(HOPPER)
     G: tl.constexpr = H // K
     # Programs that read the same keys run side by side.
-    pid, all_blocks = tl.program_id(0), blocks * batch
-    row, block = pid % all_blocks // blocks, pid % blocks
+    pid, all_blocks = tl.program_id(0), blocks if ROWS else blocks * batch
     kv, which = pid // all_blocks % K, pid // all_blocks // K
+    if ROWS:
+        row, block = _nth_block(pid % blocks, begin, batch, BLOCK_M // G, ROWS)
+    else:
+        row, block = pid % all_blocks // blocks, pid % blocks
     start = tl.load(begin + row)
     count = tl.load(begin + row + 1) - start
     length, line = tl.load(lengths + row), tl.load(rows + row)
@@ -234,14 +249,18 @@ def _attend(
     kv_heads, slots = prefix.keys.shape[1:3]
     rows, group = prefix.row.shape[0], heads // kv_heads
     each = triton.cdiv(new.most * group, b.queries)  # blocks of queries a row
+    # A few rows share the tokens of a prompt's pass, and each could have them all: most programs would find nothing.
+    whole = (tokens + rows * (b.queries // group - 1)) // (b.queries // group)  # blocks of all rows, at most
+    counted = whole < rows * each
     block = TensorDescriptor.from_tensor(q, [b.queries // group, group, head_dim])
     fresh = (TensorDescriptor.from_tensor(t.view(tokens, -1), [b.keys, head_dim]) for t in (k, v))
     cached = (TensorDescriptor.from_tensor(t, [1, 1, b.keys, head_dim]) for t in (prefix.keys, prefix.values))
     run(
-        _attend_kernel, rows * each * kv_heads * b.parts, q, block, *fresh, *cached, *into,
-        prefix.row, prefix.length, new.begin, rows, slots, tokens, each, window or 0,
+        _attend_kernel, (whole if counted else rows * each) * kv_heads * b.parts, q, block, *fresh, *cached, *into,
+        prefix.row, prefix.length, new.begin, rows, slots, tokens, whole if counted else each, window or 0,
         H=heads, K=kv_heads, DH=head_dim, CAUSAL=causal,
         # A canvas sees all that a ring holds, if that is no more than the window.
         WINDOW=window is not None and (causal or slots > window),
-        PARTS=b.parts, BLOCK_M=b.queries, BLOCK_N=b.keys, num_warps=b.warps, num_stages=b.stages,
+        PARTS=b.parts, BLOCK_M=b.queries, BLOCK_N=b.keys, ROWS=triton.next_power_of_2(rows) if counted else 0,
+        num_warps=b.warps, num_stages=b.stages,
     )  # fmt: skip
