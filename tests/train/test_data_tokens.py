@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from diffusiongemma.errors import DataError
 from diffusiongemma.tasks.sudoku_gen import generate
 from diffusiongemma.train.data import bpe, transport
+from diffusiongemma.train.data.__main__ import main
 from diffusiongemma.train.data.extract import Document, read_documents, write_documents
 from diffusiongemma.train.data.icons import Icon
 from diffusiongemma.train.data.shards import EOS, Encoder, write_icons
@@ -115,25 +116,46 @@ def test_what_is_packed_comes_back(folder: Path, tmp_path: Path, monkeypatch: py
     assert (tmp_path / "out" / "meta.json").read_text() == "{}"
 
 
-def test_part_of_the_code_is_packed_in_whole_documents(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "other"), [("code", "docs"), ("docs", "code")])
+def test_part_of_a_text_is_packed_in_whole_documents(folder: Path, tmp_path: Path, name: str, other: str) -> None:
     np.savez(tmp_path / "sudoku.npz", puzzle=generate(5, np.zeros(2, np.uint8)).puzzle)
     tokens = tmp_path / "tokens"
     tokens.mkdir()
-    for name in ("code", "docs"):
-        Encoder(folder).write(TEXTS, tokens, name)
-    (tokens / "meta.json").write_text('{"code": {"documents": 9, "tokens": 9}, "docs": {}}')
-    offsets = np.load(tokens / "code_offsets.npy")
+    for text in (name, other):
+        Encoder(folder).write(TEXTS, tokens, text)
+    (tokens / "meta.json").write_text(json.dumps({name: {"documents": 9, "tokens": 9}, other: {}}))
+    offsets = np.load(tokens / f"{name}_offsets.npy")
     for most, documents in ((int(offsets[2]), 2), (int(offsets[3]) - 1, 2), (int(offsets[-1]), len(TEXTS))):
-        transport.pack(tokens, tmp_path / "sudoku.npz", tmp_path / "transport", most)
+        transport.pack(tokens, tmp_path / "sudoku.npz", tmp_path / "transport", {name: most})
         transport.unpack([tmp_path / "transport"], tmp_path / "out", workers=1)
-        code, ends = (np.load(tmp_path / "out" / f"{name}.npy") for name in ("code", "code_offsets"))
+        kept, ends = (np.load(tmp_path / "out" / f"{stem}.npy") for stem in (name, f"{name}_offsets"))
         assert np.array_equal(ends, offsets[: documents + 1])
-        assert np.array_equal(code, np.load(tokens / "code.npy")[: ends[-1]])
-        assert np.array_equal(np.load(tmp_path / "out" / "docs.npy"), np.load(tokens / "docs.npy"))
+        assert np.array_equal(kept, np.load(tokens / f"{name}.npy")[: ends[-1]])
+        assert np.array_equal(np.load(tmp_path / "out" / f"{other}.npy"), np.load(tokens / f"{other}.npy"))
         meta = json.loads((tmp_path / "out" / "meta.json").read_text())
-        assert meta == {"code": {"documents": documents, "tokens": int(ends[-1])}, "docs": {}}
-    with pytest.raises(DataError, match="the first document of the code has"):
-        transport.pack(tokens, tmp_path / "sudoku.npz", tmp_path / "transport", 1)
+        assert meta == {name: {"documents": documents, "tokens": int(ends[-1])}, other: {}}
+    with pytest.raises(DataError, match=f"the first document of {name} has"):
+        transport.pack(tokens, tmp_path / "sudoku.npz", tmp_path / "transport", {name: 1})
+
+
+def test_the_command_packs_parts_of_both_texts_and_tells_their_size(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.savez(tmp_path / "sudoku.npz", puzzle=generate(5, np.zeros(2, np.uint8)).puzzle)
+    tokens = tmp_path / "tokens"
+    tokens.mkdir()
+    for text in ("code", "docs"):
+        Encoder(folder).write(TEXTS, tokens, text)
+    (tokens / "meta.json").write_text("{}")
+    ends = np.load(tokens / "code_offsets.npy")
+    options = ["--code", str(ends[3] / 1e6), "--docs", str(ends[2] / 1e6), "--out", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["data", "pack", *options])
+    assert main() == 0
+    size = sum(path.stat().st_size for path in (tmp_path / "transport").rglob("*.xz")) / (1 << 20)
+    assert capsys.readouterr().out.splitlines()[-1] == f"part1: {size:.1f} MiB, in all: {size:.1f} MiB"
+    transport.unpack([tmp_path / "transport"], tmp_path / "out", workers=1)
+    meta = json.loads((tmp_path / "out" / "meta.json").read_text())
+    assert {name: counts["documents"] for name, counts in meta.items()} == {"code": 3, "docs": 2}
 
 
 def test_unpack_without_files_says_so(tmp_path: Path) -> None:

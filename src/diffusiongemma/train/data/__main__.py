@@ -71,8 +71,12 @@ def _infill(args: argparse.Namespace) -> None:
 def _pack(args: argparse.Namespace) -> None:
     from diffusiongemma.train.data.transport import pack
 
-    code = None if args.code is None else round(args.code * 1e6)
-    print(json.dumps(pack(args.out / "tokens", args.out / "sudoku.npz", args.out / "transport", code)["bytes"]))
+    wanted = {"code": args.code, "docs": args.docs}
+    most = {name: round(millions * 1e6) for name, millions in wanted.items() if millions is not None}
+    report = pack(args.out / "tokens", args.out / "sudoku.npz", args.out / "transport", most)
+    sizes = {f"part{number}": size for number, size in enumerate(report["bytes"], 1)}
+    sizes["in all"] = sum(report["bytes"])
+    print(", ".join(f"{name}: {size / (1 << 20):.1f} MiB" for name, size in sizes.items()))
 
 
 def _unpack(args: argparse.Namespace) -> None:
@@ -107,6 +111,7 @@ def main() -> int:
     infill.set_defaults(run=_infill)
     pack = commands.add_parser("pack", help="tokens/ and sudoku.npz as compressed parts in transport/")
     pack.add_argument("--code", type=float, help="millions of tokens of code at most, in whole documents (all)")
+    pack.add_argument("--docs", type=float, help="the same of documentation (all)")
     pack.set_defaults(run=_pack)
     unpack = commands.add_parser("unpack", help="token arrays and puzzles from such parts")
     unpack.add_argument("parts", type=Path, nargs="+", help="part folders, as many as are there")

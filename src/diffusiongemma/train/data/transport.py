@@ -12,7 +12,7 @@ import lzma
 import multiprocessing
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -50,24 +50,26 @@ def _array_bytes(array: np.ndarray[Any, Any]) -> bytes:
     return stream.getvalue()
 
 
-def _code(tokens: Path, most: int) -> dict[str, int]:
-    """How many items of each array of the code make the whole documents that fit into `most` tokens"""
-    offsets = np.load(tokens / "code_offsets.npy")
+def _cut(tokens: Path, name: str, most: int) -> dict[str, int]:
+    """How many items of each array of a text make the whole documents that fit into `most` tokens"""
+    offsets = np.load(tokens / f"{name}_offsets.npy")
     documents = int(np.searchsorted(offsets, most, side="right")) - 1
-    if documents < 1:
-        raise DataError(f"the first document of the code has {offsets[1]:,} tokens, which is more than {most:,}")
-    return {"code": int(offsets[documents]), "code_offsets": documents + 1}
+    if documents < 1 < len(offsets):
+        raise DataError(f"the first document of {name} has {offsets[1]:,} tokens, which is more than {most:,}")
+    return {name: int(offsets[documents]), f"{name}_offsets": documents + 1}
 
 
-def _files(tokens: Path, sudoku: Path, code: int | None) -> Iterator[tuple[str, bytes]]:
+def _files(tokens: Path, sudoku: Path, most: Mapping[str, int]) -> Iterator[tuple[str, bytes]]:
     """Names with a running number, and what each holds."""
     with np.load(sudoku) as arrays:
         yield "sudoku.boards.000", pack_boards(arrays["puzzle"])
-    cut = {} if code is None else _code(tokens, code)
+    cut: dict[str, int] = {}
+    for name, limit in most.items():
+        cut |= _cut(tokens, name, limit)
     meta = (tokens / "meta.json").read_bytes()
     if cut:
-        told = {"documents": cut["code_offsets"] - 1, "tokens": cut["code"]}
-        meta = json.dumps(json.loads(meta) | {"code": told}, indent=1).encode() + b"\n"
+        told = {name: {"documents": cut[f"{name}_offsets"] - 1, "tokens": cut[name]} for name in most}
+        meta = json.dumps(json.loads(meta) | told, indent=1).encode() + b"\n"
     yield "meta.json.000", meta
     for path in sorted(tokens.glob("*.npy"), key=lambda p: (_rank(p.stem), p.stem)):
         array = np.load(path, mmap_mode="r")[: cut.get(path.stem)]
@@ -81,11 +83,14 @@ def _rank(stem: str) -> int:
     return next((rank for rank, name in enumerate(_ORDER) if stem.startswith(name)), len(_ORDER))
 
 
-def pack(tokens: Path, sudoku: Path, out: Path, code: int | None = None) -> dict[str, Any]:
-    """Writes token arrays and puzzles into part folders of at most PART_BYTES each; of code at most `code` tokens."""
+def pack(tokens: Path, sudoku: Path, out: Path, most: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """Writes token arrays and puzzles into part folders of at most PART_BYTES each.
+
+    `most` has, by name (code, docs), how many tokens of a text are packed: whole documents, from the first on.
+    """
     shutil.rmtree(out, ignore_errors=True)  # parts of an older data set must not mix with these
     parts: list[dict[str, int]] = [{}]
-    for name, data in _files(tokens, sudoku, code):
+    for name, data in _files(tokens, sudoku, most or {}):
         packed = lzma.compress(data, format=lzma.FORMAT_XZ, filters=_FILTERS)
         if sum(parts[-1].values()) + len(packed) > PART_BYTES:
             parts.append({})
