@@ -34,7 +34,7 @@ def seek(page: Page, tab: str, share: float) -> None:
 
 
 def chat(page: Page) -> None:
-    set_option(page, "chat", seed=4)
+    set_option(page, "chat", seed=4, steps=48)  # nano's own number of steps; asked for, an icon is drawn on a canvas
     page.click("#chat-options summary")
     for text in ("sort 47195406", "SVG icon\nbell, outline"):
         page.fill("#chat-input", text)

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from diffusiongemma.bench.commands import app as bench_app
 from diffusiongemma.bench.commands import numbers
+from diffusiongemma.bench.hardware import Card
 from diffusiongemma.bench.peer import measure_vs_transformers
 from diffusiongemma.cli import app, main
 from diffusiongemma.errors import DiffusionGemmaError, InputError
@@ -53,12 +54,15 @@ def test_suite_exit_code() -> None:
     assert "5032 tokens are more than" in json.loads(failed.stdout.splitlines()[-1])["missing"]["long"]
 
 
-def test_cpu_step_and_engine() -> None:
+def test_cpu_step_and_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     line = bench("cpu-step", "--preset", "tiny", "--prefix", "16", "--repeat", "1")
-    assert line["milliseconds"]["diffusiongemma"] > line["floor_ms"] > 0
+    assert line["milliseconds"]["diffusiongemma"] > line["floor_ms"]["diffusiongemma"] > 0
+    slow = Card("slow", read=1e12, wide=1e11, narrow=4e11, origin="made up")  # so the floor is that of the products
+    monkeypatch.setattr("diffusiongemma.bench.cpu_step.card_of", lambda device: slow)
     line = bench("cpu-step", "--preset", "nano", "--prefix", "16", "--repeat", "1")
     assert line["milliseconds"].keys() == {"diffusiongemma", "float32"}
     assert line["float32_ratio"] > 0
+    assert line["floor_ms"]["float32"] == pytest.approx(4 * line["floor_ms"]["diffusiongemma"], rel=1e-4)
     assert bench("engine", "--preset", "tiny", "--repeat", "1")["batch_ratio"] > 0
 
 

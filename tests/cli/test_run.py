@@ -131,8 +131,9 @@ def test_autoregressive_twin() -> None:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["x", *MODEL, "--ar", "--steps", "3"], "steps has no effect in mode 'ar'"),
-        (["x", *MODEL, "--top-p", "0.5"], "top_p has no effect in mode 'diffusion'"),
+        (["x", *MODEL, "--ar", "--steps", "3"], "--steps has no effect in mode 'ar'"),
+        (["x", *MODEL, "--ar", "--no-early-stop"], "--no-early-stop has no effect in mode 'ar'"),
+        (["x", *MODEL, "--top-p", "0.5"], "--top-p has no effect in mode 'diffusion'"),
         (["x", *MODEL, "--threshold", "0.9", "--entropy-bound", "1"], "give one of the two"),
         (["x", *MODEL, "--canvas", "wide"], "canvas must be a width"),
         (["x", *MODEL, "--steps", "0"], "steps must be an integer from 1"),

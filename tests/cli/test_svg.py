@@ -221,11 +221,14 @@ def test_without_a_habit_it_is_a_canvas(monkeypatch: pytest.MonkeyPatch) -> None
     ("model", "args", "says"),
     [
         ("causal", ["--steps", "1"], "--steps would have no effect: "),
-        ("causal", ["--t-max", "0.9", "--no-early-stop"], "unless you add --diffusion"),
-        ("causal", ["--ar", "--steps", "1"], "steps has no effect in mode 'ar'"),
-        ("causal", ["--diffusion", "--temperature", "1"], "temperature has no effect in mode 'diffusion'"),
+        ("causal", ["--t-max", "0.9", "--no-early-stop"], "--t-max, --no-early-stop would have no effect: "),
+        ("causal", ["--early-stop"], "--early-stop would have no effect: "),
+        ("causal", ["--no-early-stop"], "draws one token after another unless you add --diffusion"),
+        ("causal", ["--ar", "--no-early-stop"], "--no-early-stop has no effect in mode 'ar'"),
+        ("causal", ["--ar", "--t-max", "0.9"], "--t-max has no effect in mode 'ar'"),
+        ("causal", ["--diffusion", "--temperature", "1"], "--temperature has no effect in mode 'diffusion'"),
         ("causal", ["--temperature", "0", "--attempts", "2"], "has no effect at temperature 0"),
-        ("random:tiny", ["--temperature", "1"], "temperature has no effect in mode 'diffusion'"),
+        ("random:tiny", ["--temperature", "1"], "draws on a canvas unless you add --ar"),
         ("random:tiny", ["--top-p", "2"], "top_p must be"),
     ],
 )
@@ -262,7 +265,7 @@ def test_random_weights_draw_nothing_but_the_whole_command_runs() -> None:
         (["bell", "--out", "bell.png"], "must name an .svg"),
         (["bell", "--out", "no/such/x.svg"], "does not exist"),
         ([" "], "nothing to draw"),
-        (["bell", "--temperature", "1"], "no effect in mode 'diffusion'"),
+        (["bell", "--temperature", "1"], "--temperature has no effect in mode 'diffusion'"),
     ],
 )
 def test_mistakes_are_named_errors(args: list[str], says: str) -> None:

@@ -54,7 +54,7 @@ def causal(context: BrowserContext, served: Served) -> Iterator[Seen]:
 
     def tell(route: Route) -> None:
         models = route.fetch().json()
-        models["data"][0]["abilities"]["svg_mode"] = "ar"
+        models["data"][0]["abilities"] |= {"svg_mode": "ar", "tasks": ["svg"]}
         route.fulfill(json=models)
 
     context.route("**/v1/models", tell)
@@ -139,6 +139,38 @@ def test_a_choice_outlasts_the_model(causal: Seen) -> None:
     expect(page.locator("#svg-about")).to_contain_text("does better one by one")
     page.evaluate("import('/studio/js/link.js').then(({ link }) => link.dispatchEvent(new Event('model')))")
     expect(page.locator("#svg-mode [value=diffusion]")).to_be_checked()
+
+
+def test_chat_follows_the_habit_too(causal: Seen) -> None:
+    """Until an option of the canvas is given; a seed is none."""
+    page, figures = causal.page, causal.page.locator(".turn.answer .who")
+    asked = requests_of(page)
+    page.click("#tab-chat")
+    answer_one_by_one(page, STAR)
+    page.locator("#chat-starters .chip", has_text="SVG icon").click()
+    wait_done(page, "chat")
+    assert (asked[0]["diffusion"], asked[0]["temperature"], "seed" in asked[0]) == ({"mode": "ar"}, 0, False)
+    expect(page.locator(".turn.answer .bubble")).to_have_text(STAR)
+    expect(page.locator(".turn.answer .timeline")).to_be_hidden()
+    expect(figures).to_contain_text("one by one · 100 ms · the best token each time")
+
+    def ask(text: str, **options: float) -> Any:
+        set_option(page, "chat", **options)
+        page.fill("#chat-input", text)
+        page.press("#chat-input", "Enter")
+        wait_done(page, "chat")
+        return asked[-1]
+
+    icon = "SVG icon\nstar"
+    by_lot = ask(icon, seed=3)
+    assert (by_lot["diffusion"], by_lot["temperature"], by_lot["seed"]) == ({"mode": "ar"}, 0.5, 3)
+    expect(figures.last).to_contain_text("seed 7")
+    answer_chat(page, "1234")
+    assert ask("sort 4213")["diffusion"] == {"canvas": 24}
+    answer_chat(page, STAR)
+    canvas = ask(icon, steps=9)
+    assert (canvas["diffusion"], "temperature" in canvas) == ({"steps": 9}, False)
+    expect(figures.last).to_contain_text("in 1 step")
 
 
 def test_a_tag_that_is_being_written(studio: Seen) -> None:

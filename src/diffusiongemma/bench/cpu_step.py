@@ -1,7 +1,7 @@
 """One denoising step on a CPU, ours and Transformers' on the same weights in the same run.
 
 `dgemma bench cpu-step --peer transformers`, or `--preset nano`: the embedded model, in int8 as the engine runs it and
-in float32.
+in float32. Each number format has its own floor.
 """
 
 from __future__ import annotations
@@ -37,26 +37,30 @@ def measure_cpu_step(preset: str, prefix: int, rounds: int, peer: str | None, se
     tokens = torch.randint(0, config.vocab_size, (1, prefix), generator=generator)
     canvas = torch.randint(0, config.vocab_size, (1, config.canvas_length), generator=generator)
 
-    step, first = _step(model, tokens, canvas)
-    contestants: dict[str, Callable[[], Tensor]] = {"diffusiongemma": step}
-    if plain is not model:
-        contestants["float32"], first = _step(plain, tokens, canvas)
+    ran = {"diffusiongemma": model} if plain is model else {"diffusiongemma": model, "float32": plain}
+    wide = [*ran][-1]  # what the peer stands beside: it has no integers
+    contestants: dict[str, Callable[[], Tensor]] = {}
+    for name, network in ran.items():
+        contestants[name], first = _step(network, tokens, canvas)
     if peer is not None:
         contestants[peer] = _transformers_step(plain, tokens, canvas, first)
-        ours = "diffusiongemma" if plain is model else "float32"
-        difference = (contestants[peer]() - contestants[ours]()).abs().max().item()
+        difference = (contestants[peer]() - contestants[wide]()).abs().max().item()
 
     seconds = alternate(contestants, rounds)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     parameters = count_parameters(model)
     rows = [("parameters", f"{parameters / 1e6:.1f} M"), ("prefix + canvas", f"{prefix} + {config.canvas_length}")]
     card, width = card_of(torch.device("cpu")), config.canvas_length
-    work = step_work(model, 1, prefix, width, expected_hit(model, width))
-    floor, rate = work.seconds(card), card.rate(work.bits)
-    rows += [("floor", f"{1e3 * floor:.1f} ms, at {card.read / 1e9:.3g} GB/s and {rate / 1e9:.3g} GFLOP/s")]
-    rows += [(name, f"{1e3 * value:.1f} ms a step, ratio {value / floor:.2f}") for name, value in medians.items()]
+    works = {name: step_work(network, 1, prefix, width, expected_hit(network, width)) for name, network in ran.items()}
+    floors = {name: work.seconds(card) for name, work in works.items()}
+    for name, work in works.items():
+        rates = f"at {card.read / 1e9:.3g} GB/s and {card.rate(work.bits) / 1e9:.3g} GFLOP/s"
+        rows += [(f"floor of {work.bits}-bit numbers", f"{1e3 * floors[name]:.1f} ms, {rates}")]
+    for name, value in medians.items():
+        ratio = value / floors[wide if name == peer else name]
+        rows += [(name, f"{1e3 * value:.1f} ms a step, ratio {ratio:.2f}")]
     result = {"bench": "cpu-step", "preset": preset, "prefix": prefix, "parameters": parameters, **machine()}
-    result |= {"machine": card.to_dict(), "floor_ms": 1e3 * floor}
+    result |= {"machine": card.to_dict(), "floor_ms": {name: 1e3 * floor for name, floor in floors.items()}}
     result["milliseconds"] = {name: round(1e3 * value, 2) for name, value in medians.items()}
     if plain is not model:
         ratio = median_ratio(seconds["float32"], seconds["diffusiongemma"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,10 +37,15 @@ class Flag:
     decls: tuple[str, ...] = ()
 
     def parameter(self) -> inspect.Parameter:
-        decls = self.decls or (f"--{self.name.replace('_', '-')}",)
+        decls = self.decls or (self.typed(None),)
         text = self.help.replace("DEFAULT", f"default {self.default}")
         info = typer.Option(*decls, help=text, rich_help_panel=self.panel, show_default=False)
         return _keyword(self.name, Annotated[self.type | None, info], None)
+
+    def typed(self, value: Any) -> str:
+        """How a user writes it to get this value."""
+        on, _, off = (self.decls[0] if self.decls else f"--{self.name.replace('_', '-')}").partition("/")
+        return off if value is False else on
 
 
 FLAGS = (
@@ -96,12 +101,21 @@ class Settings:
         options = {k: v for k, v in self.options.items() if k not in ("t_min", "t_max")}
         if either_mode and "mode" not in options and not without_effect("ar", self.options):
             options["mode"] = "ar"
+        mode = options.get("mode", "diffusion")
+        if wrong := without_effect(mode, self.options):
+            raise InputError(f"{as_typed(wrong, self.options)} has no effect in mode {mode!r}: leave it out")
         SamplingParams.build(**options)
         if self.plain and self.as_json:
             raise InputError("--plain and --json exclude each other: give one of the two")
         if "logprobs" in self.options and not self.as_json:
             raise InputError("--logprobs has no effect without --json: nothing else shows them")
         return Engine.load(self.model, self.device, self.dtype)
+
+
+def as_typed(names: Iterable[str], options: Mapping[str, Any]) -> str:
+    """These of the written options as they stand on the command line."""
+    flags = {flag.name: flag for flag in FLAGS}
+    return ", ".join(flags[name].typed(options[name]) for name in names)
 
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:

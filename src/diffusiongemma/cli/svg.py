@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from diffusiongemma.cli.options import INTERRUPTED, Settings, with_settings
+from diffusiongemma.cli.options import INTERRUPTED, Settings, as_typed, with_settings
 from diffusiongemma.errors import InputError
 
 if TYPE_CHECKING:
@@ -78,10 +78,10 @@ def drawing_options(engine: Engine, options: dict[str, Any]) -> dict[str, Any]:
 
     if "mode" in options:
         return dict(options)
-    if engine.svg_mode == "ar" and (wrong := without_effect("ar", options)):
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
+    if wrong := without_effect(engine.svg_mode, options):
+        how, other = ("one token after another", "--diffusion") if engine.svg_mode == "ar" else ("on a canvas", "--ar")
         raise InputError(
-            f"{flags} would have no effect: {engine.name} draws one token after another unless you add --diffusion"
+            f"{as_typed(wrong, options)} would have no effect: {engine.name} draws {how} unless you add {other}"
         )
     return {**options, "mode": engine.svg_mode}
 

@@ -7,7 +7,6 @@ has tokens instead of canvases. The engine's thread alone touches a sequence.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
@@ -17,31 +16,19 @@ import torch
 from torch import Tensor
 
 from diffusiongemma.config import ModelConfig
-from diffusiongemma.diffusion import (
-    Acceptance,
-    Canvas,
-    ConfidenceThreshold,
-    Constraint,
-    Denoiser,
-    Draws,
-    EntropyBound,
-    Forbidden,
-    LinearTemperature,
-    Pins,
-    SeededDraws,
-    StableAndConfident,
-)
-from diffusiongemma.engine.events import Commit, Draft, End, Event, FinishReason, Metrics, TokenLogprob
+from diffusiongemma.diffusion import Canvas, Denoiser, Draws, SeededDraws
+from diffusiongemma.engine.block import block_denoiser, block_width
+from diffusiongemma.engine.events import FinishReason, Metrics, TokenLogprob
 from diffusiongemma.engine.guard import find_garbage
 from diffusiongemma.engine.outbox import Outbox
 from diffusiongemma.engine.output import OutputText
 from diffusiongemma.engine.params import WIDTHS
 from diffusiongemma.engine.request import Request
+from diffusiongemma.engine.telling import Emit, Teller
 from diffusiongemma.model import CacheRow
 
 log = logging.getLogger(__name__)
 Phase = Literal["waiting", "join", "encode", "denoise", "draw", "score", "ended"]
-Emit = Callable[[Event], None]
 
 
 class Sequence:
@@ -70,15 +57,13 @@ class Sequence:
         self.metrics = Metrics(seed=seed, prompt_tokens=len(request.prompt))
         self.draws: Draws = draws or SeededDraws(seed)
         self.outbox = Outbox()
-        self._output, self._emit, self._decode = output, emit, decode
+        self._output, self._teller = output, Teller(output, emit, decode, self.metrics)
         self._ends = frozenset(ends if request.ends else ()) | frozenset(request.params.stop_tokens)
         self._pairs = pairs
         self._scores: list[float] = []
         self._redos = 0
         self._settled_end: int | None = None
-        self._made = time.perf_counter()
         self._done_reason: FinishReason | None = None
-        self._untold: str | None = None  # why a text of it could not be put together
         self.denoiser: Denoiser | None = None  # of the present canvas
 
     # ---- what the scheduler asks -------------------------------------------------------------------------------------
@@ -123,7 +108,7 @@ class Sequence:
 
     @property
     def age(self) -> float:
-        return time.perf_counter() - self._made
+        return self._teller.age
 
     # ---- what the runner reports -------------------------------------------------------------------------------------
 
@@ -152,7 +137,7 @@ class Sequence:
         if self.metrics.first_draft_seconds is None:
             self.metrics.first_draft_seconds = self.age
         if self.request.drafts:
-            self._emit_draft(self.canvas)
+            self.outbox.put(partial(self._teller.emit, self._teller.draft(self.canvas)))
         if self.canvas.done:
             self._finish_block(raw)
             return False
@@ -193,20 +178,12 @@ class Sequence:
 
     # ---- blocks ------------------------------------------------------------------------------------------------------
 
-    def _width(self, wanted: int) -> int:
-        """How wide the canvas is when so many tokens are wanted."""
-        if self.request.start is not None and not self.reply:
-            return len(self.request.start)
-        if self.params.canvas == "adaptive":
-            limit = self.config.canvas_length
-            return next((w for w in WIDTHS if wanted <= w <= limit), limit)
-        return self.params.canvas or self.config.canvas_length
-
     def _begin_block(self) -> None:
         assert self.row is not None
         device = self.row.device
-        width = self._width(self.params.max_new_tokens - len(self.reply))
-        self.denoiser = self._make_denoiser(width)
+        offset = len(self.reply)
+        width = block_width(self.request, self.config, offset)
+        self.denoiser = block_denoiser(self.request, self.config, self._ends, offset, width, self._redos)
         start = self.request.start if not self.reply and not self._redos else None
         if start is None:
             self.canvas = self.denoiser.start(width, self.draws, device)
@@ -215,27 +192,6 @@ class Sequence:
             self.canvas = self.denoiser.resume(tokens, self.request.start_step)
         self.soft, self._settled_end = None, None
         self.phase = "denoise"
-
-    def _make_denoiser(self, width: int) -> Denoiser:
-        p = self.params
-        # Done again after garbage: fewer positions are trusted at once.
-        bound = p.entropy_bound * 0.5**self._redos
-        acceptance: Acceptance = EntropyBound(bound)
-        if p.threshold is not None:
-            acceptance = ConfidenceThreshold(1 - (1 - p.threshold) * 0.5**self._redos)
-        stop = StableAndConfident(p.stability, p.confidence) if p.early_stop else None
-        constraints: list[Constraint] = []
-        if self.request.forbidden:
-            constraints.append(Forbidden(self.request.forbidden))
-        offset = len(self.reply)
-        last_pin = max(self.request.pins, default=-1) - offset
-        if last_pin > 0 and self._ends:  # the answer cannot end before it has held its pins
-            constraints.append(Forbidden(tuple(sorted(self._ends)), until=last_pin))
-        pins = {at - offset: token for at, token in self.request.pins.items() if offset <= at < offset + width}
-        if pins:
-            constraints.append(Pins(pins))
-        schedule = LinearTemperature(p.t_min, p.t_max, p.steps)
-        return Denoiser(self.config.vocab_size, schedule, acceptance, stop, constraints, p.forget)
 
     def _finish_block(self, raw: Tensor | None) -> None:
         canvas = self.canvas
@@ -288,7 +244,7 @@ class Sequence:
         if over and text is not None:  # what was held back may hold a stop text, too
             text += self._output.finish()
         block = max(0, self.metrics.blocks - 1) if self.params.mode == "diffusion" else len(self.reply) - 1
-        self.outbox.put(partial(self._tell_commit, block, kept, text, logprobs, over))
+        self.outbox.put(partial(self._teller.commit, block, kept, text, logprobs, over))
         if over:
             self._done_reason = "stop" if ended or self._output.stopped else "length"
             if not self.to_score:
@@ -309,43 +265,12 @@ class Sequence:
         if width < len(canvas):
             self.canvas = Denoiser.cut(canvas, width)
 
-    # ---- telling -----------------------------------------------------------------------------------------------------
-
-    def _emit_draft(self, canvas: Canvas) -> None:
-        assert canvas.argmax is not None
-        assert canvas.entropy is not None
-        assert canvas.accepted is not None
-        values = (canvas.argmax.tolist(), canvas.entropy.tolist(), canvas.accepted.tolist())
-        draft = Draft(self.metrics.blocks, canvas.step, *values, decode=self._decode)
-        self.outbox.put(partial(self._emit, draft))
-
-    def _tell_commit(
-        self, block: int, tokens: list[int], text: str | None, logprobs: list[TokenLogprob] | None, last: bool
-    ) -> None:
-        """`text`: what became certain with these tokens, if that is known already."""
-        if text is None:
-            try:
-                text = self._output.push(tokens) + (self._output.finish() if last else "")
-            except Exception as error:
-                self._untold = f"{type(error).__name__}: {error}"
-                raise
-        if text and self.metrics.first_text_seconds is None:
-            self.metrics.first_text_seconds = self.age
-        if tokens or text:
-            self._emit(Commit(block, tokens, text, logprobs))
-
-    def _tell_end(self, reason: FinishReason, error: str | None, refused: bool) -> None:
-        if self._untold is not None:  # its end may have waited behind that text
-            reason, error = "error", self._untold
-        self.metrics.total_seconds = self.age
-        self._emit(End(reason, self.metrics, error, refused))
-
     def _end(self, reason: FinishReason, error: str | None = None, refused: bool = False) -> None:
         if self.phase == "ended":
             return
         self.phase = "ended"
         self.canvas = self.soft = None
-        self.outbox.put(partial(self._tell_end, reason, error, refused))
+        self.outbox.put(partial(self._teller.end, reason, error, refused))
 
 
 def read_logprob(logits: Tensor, token: int, top: int) -> TokenLogprob:

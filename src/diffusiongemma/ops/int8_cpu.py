@@ -32,6 +32,10 @@ def use_int8(root: nn.Module) -> None:
     """Put integer products in for the references, once, after loading; every weight must be int8, on the CPU.
 
     A network that is moved or gets another dtype afterwards still computes, if not as fast.
+
+    The embedding table is kept in float32 as well, for speed alone: every step takes the mean of embeddings, and with
+    the table dequantised each time that took 1.4 to 9 times as long (docs/log.md). It is 16 MiB for nano, and would be
+    3 GB for the 26B.
     """
     fast_int8()  # tried here, before there are threads: it forks
     for module in root.modules():

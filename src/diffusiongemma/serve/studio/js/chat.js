@@ -4,7 +4,7 @@ import { isEmbedded, prompted, record } from "./ask.js";
 import { CanvasText, legend } from "./canvastext.js";
 import { $, announce, chips, dotted, el, figure, perFrame, plural, seconds } from "./dom.js";
 import { link } from "./link.js";
-import { Options, fieldsOf, only } from "./options.js";
+import { Options, fieldsOf, oneByOne, only } from "./options.js";
 import { Task, partsOf } from "./task.js";
 import { Timeline } from "./timeline.js";
 
@@ -27,11 +27,12 @@ export function startChat() {
     input.value = "";
     const turn = [...(isEmbedded() ? [] : messages), { role: "user", content: text }];
     log.append(el("li", { class: "turn user" }, el("p", { class: "bubble" }, text)));
-    const answer = new Answer(log);
+    const fields = fieldsFor(text, values);
+    const answer = new Answer(log, fields);
     task.say("");
     showEmpty(false);
     try {
-      const [path, body] = prompted(turn, { ...fieldsOf(values, canvasFor(text)), ...only(values, "max_tokens") });
+      const [path, body] = prompted(turn, { ...fields, ...only(values, "max_tokens") });
       const recording = await record("chat", path, body, (so_far) => answer.follow(so_far), signal);
       answer.finish(recording);
       messages = [...turn, { role: "assistant", content: recording.text }];
@@ -79,18 +80,26 @@ function about() {
   return `${id} answers. A block of text starts as noise and settles, all positions at once.`;
 }
 
-function canvasFor(text) {
-  if (!isEmbedded() || /^(SVG icon|Sudoku)\n/.test(text)) return {};
-  return { canvas: Math.min(DIGITS_CANVAS, link.model.canvas_length) };
+/** Icons are drawn as the model draws them best, unless an option asks for a canvas. */
+function fieldsFor(text, values) {
+  if (!isEmbedded()) return fieldsOf(values);
+  const icon = text.startsWith("SVG icon\n"), { seed, steps, entropy_bound } = values;
+  if (icon && link.model.abilities.svg_mode === "ar" && steps === undefined && entropy_bound === undefined) {
+    return oneByOne(values, seed !== undefined);
+  }
+  if (icon || text.startsWith("Sudoku\n")) return fieldsOf(values);
+  return fieldsOf(values, { canvas: Math.min(DIGITS_CANVAS, link.model.canvas_length) });
 }
 
-/** One answer in the log. */
+/** One answer in the log, to a request with these fields. */
 class Answer {
   #paint = perFrame((recording) => this.#show(recording, recording.drafts.length - 1, false));
 
-  constructor(log) {
+  constructor(log, fields) {
+    this.twin = fields.diffusion?.mode === "ar";
+    this.sure = fields.temperature === 0;
     this.bubble = el("div", { class: "bubble" });
-    this.figures = el("span", { class: "quiet number" }, "settling …");
+    this.figures = el("span", { class: "quiet number" }, this.twin ? "writing …" : "settling …");
     this.thinking = el("div", { class: "thinking small quiet", hidden: true });
     const who = el("p", { class: "who small" }, el("strong", {}, link.model.id), " ", this.figures);
     this.root = el("li", { class: "turn answer" }, who, this.thinking, this.bubble);
@@ -110,9 +119,11 @@ class Answer {
     this.#paint.flush();
     const { usage } = recording;
     const d = usage.diffusion;
+    const tokens = plural(usage.completion_tokens, "token");
+    const pace = this.twin ? [`${tokens}, one by one`]
+      : [`${tokens} in ${plural(d.steps, "step")}`, `${figure(d.tokens_per_forward, 2)} a step`];
     this.figures.textContent = dotted(
-      `${plural(usage.completion_tokens, "token")} in ${plural(d.steps, "step")}`,
-      `${figure(d.tokens_per_forward, 2)} a step`, seconds(d.total_seconds), `seed ${d.seed}`,
+      ...pace, seconds(d.total_seconds), this.sure ? "the best token each time" : `seed ${d.seed}`,
       recording.finish === "length" && "cut off",
     );
     this.timeline.finish(recording);

@@ -79,3 +79,10 @@ export function fieldsOf(values, diffusion = {}) {
   const sampler = { ...diffusion, ...only(values, "steps", "entropy_bound") };
   return { ...only(values, "seed"), ...(Object.keys(sampler).length ? { diffusion: sampler } : {}) };
 }
+
+const REDRAW = 0.5; // the twin's temperature by lot, as `dgemma svg` has it
+
+/** Fields that ask for one token after another: the best ones, or, `lot`, drawn by lot. */
+export const oneByOne = (values, lot) => ({
+  diffusion: { mode: "ar" }, ...(lot ? { temperature: REDRAW, ...only(values, "seed") } : { temperature: 0 }),
+});

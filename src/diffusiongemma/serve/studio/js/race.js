@@ -12,6 +12,7 @@ const PUZZLE = "5300700006001950000980000608000600034008030017000200060600002800
 const LEARNED = [ // `canvas`: the width that the embedded model learned this in
   { name: "a Sudoku", text: `Sudoku\n${PUZZLE}`, canvas: 96 },
   { name: "digits to sort", text: "sort 9514203867", canvas: 24 },
+  // On a canvas and one by one, as all that races, whichever way the model draws icons better (`svg_mode`).
   { name: "an icon", text: "SVG icon\nstar, outline", canvas: 256 },
 ];
 const GENERAL = [

@@ -4,7 +4,7 @@ import { isEmbedded, prompted, record } from "./ask.js";
 import { CanvasText } from "./canvastext.js";
 import { $, $$, announce, chips, colour, dotted, el, perFrame, plural, seconds } from "./dom.js";
 import { link } from "./link.js";
-import { Options, fieldsOf, only } from "./options.js";
+import { Options, fieldsOf, oneByOne } from "./options.js";
 import { closed, dataUrl, isWellFormed, markup, read } from "./svg_safe.js";
 import { Task, partsOf } from "./task.js";
 import { Timeline } from "./timeline.js";
@@ -14,7 +14,7 @@ const WISHES = [
   ["sun", "outline"],
 ];
 const KEPT = 16;
-const ATTEMPTS = 6, REDRAW = 0.5; // the twin's, as `dgemma svg` has them; at temperature 0 it would say the same again
+const ATTEMPTS = 6; // the twin's, as `dgemma svg` has them; after the first by lot, else it would say the same again
 const WAITING = {
   diffusion: "A canvas of noise will become markup here.", ar: "Markup will be written here, one token after another.",
 };
@@ -92,8 +92,7 @@ export function startSvg() {
     const tried = [];
     let lot = seed !== undefined || best === name;
     do {
-      const chance = lot ? { temperature: REDRAW, ...only({ seed }, "seed") } : { temperature: 0 };
-      const recording = await ask(name, { diffusion: { mode: "ar" }, ...chance }, signal);
+      const recording = await ask(name, oneByOne({ seed }, lot), signal);
       const how = lot ? `seed ${recording.usage.diffusion.seed}` : "the best token each time";
       tried.push({ recording, how, worth: worth(recording) });
       if (!lot) best = name;
