@@ -69,6 +69,7 @@ from diffusiongemma.model.pool import PoolRow
 from diffusiongemma.model.quantize import Scheme, random_network
 from diffusiongemma.model.support import unsupported
 from diffusiongemma.ops import kernels
+from diffusiongemma.ops.fused import Rows
 from diffusiongemma.ops.quantized import QuantWeight
 from diffusiongemma.ops.vocab import Reading
 from diffusiongemma.text.bytes import byte_tokenizer
@@ -289,6 +290,8 @@ def small(kind: str | None) -> None:
         check(f"{name}: graph against eager", made["exact"] == made["eager"])
         made["overlap"] = run_all(model, runner(exact=True, overlap=()), asked)
         check(f"{name}: MLP beside the experts", made["exact"] == made["overlap"])
+        sorting = FastRunner(model, replace(triton_ops(exact=True), placing=0), LIMITS)
+        check(f"{name}: pairs placed against sorted", made["exact"] == run_all(model, sorting, asked))
         made["waiting"] = run_all(model, runner(exact=True, ahead=False), asked)
         check(f"{name}: a step ahead and not", made["exact"] == made["waiting"])
         tell_differences(made["exact"], made["waiting"])
@@ -431,12 +434,11 @@ def experts_hit(lane: Lane) -> None:
     """The share of experts that a step touches, layer by layer"""
     ops, shares = lane.network.ops, list[float]()
 
-    def spy(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
-        index, weight = ops.route(*args)
+    def spy(x: Rows, index: torch.Tensor, *args: object) -> torch.Tensor:
         shares.append(index.unique().numel() / LARGE.num_experts)
-        return index, weight
+        return ops.experts(x, index, *args)
 
-    lane.network.ops = replace(ops, route=spy)
+    lane.network.ops = replace(ops, experts=spy)
     lane.step(kind_of(lane, 1))
     lane.network.ops = ops
     say(f"experts hit: {min(shares):.1%} to {max(shares):.1%} of a layer's, {sum(shares) / len(shares):.1%} on average")
