@@ -80,7 +80,7 @@ def test_of_equal_experts_the_first_are_taken(blocks) -> None:
 def test_tokens_that_are_no_numbers_do_not_overflow_a_list(blocks) -> None:
     """Experts that are taken twice would: a list has room for every token once."""
     args = made(20, 64, 16)
-    args[0][3:] = torch.nan
+    args[0][3:], args[0][10:] = torch.nan, torch.inf
     check(args, 4, 8, blocks)
     index, weight, _ = router_triton.place(*args, 4, EPS, 8, zeros(20, 16), blocks)
     assert index[3:].tolist() == [[0, 1, 2, 3]] * 17
