@@ -237,9 +237,10 @@ def product_kernel(x, x_scale, w, w_scale, out, order, share, table, beyond, row
         each = rows // TOP_K  # places of a list
         start = block * each
         if block >= EXPERTS:
-            if block - EXPERTS >= tl.load(table + EXPERTS):
-                return
-            start = tl.load(beyond + block - EXPERTS)
+            there = block - EXPERTS < tl.load(table + EXPERTS)
+            start = tl.load(beyond + block - EXPERTS, mask=there, other=-1)
+        if start < 0:
+            return
         expert = start // each
         end = expert * each + tl.load(table + expert)
         if start >= end:
