@@ -71,7 +71,7 @@ def cases_of(
 ) -> list[Case]:  # fmt: skip
     """`few`: up to so many rows, products take them as they are; `card`: with what only a card can be asked"""
     return [
-        *layer_cases(kind, shapes, inputs, sort, vendor=card and not exact),
+        *layer_cases(kind, shapes, inputs, sort, vendor=card and not exact, alone=card),
         *attention_cases(kind, shapes, inputs, few, alone=card),
         *one_cases(kind, shapes, inputs),
         *vocab_cases(kind, shapes, inputs, alone=card, exact=exact),

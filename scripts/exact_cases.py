@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import exact_products as products
 import exact_small as small
@@ -21,7 +21,7 @@ from torch import Tensor
 from diffusiongemma.model.backend import VENDOR_ROWS, Ops
 from diffusiongemma.ops.fused import Rows, rope_frequency, summed
 from diffusiongemma.ops.quant import FP8
-from diffusiongemma.ops.routing import Routing
+from diffusiongemma.ops.routing import Placed, Routing, counters_for
 from diffusiongemma.ops.tiles import block_rows
 
 Sort = Callable[[Tensor, int, int], Routing]
@@ -38,8 +38,11 @@ class Case:
     parts: Callable[[Any], list[Part]]
 
 
-def layer_cases(kind: str, shapes: Shapes, inputs: Inputs, sort: Sort, vendor: bool) -> Iterator[Case]:
-    """All but attention and the vocabulary end; `vendor`: its products are used where they are faster"""
+def layer_cases(
+    kind: str, shapes: Shapes, inputs: Inputs, sort: Sort, vendor: bool, alone: bool = False
+) -> Iterator[Case]:  # fmt: skip
+    """All but attention and the vocabulary end; `vendor`: its products are used where they are faster; `alone`: bits do
+    not depend on what a row is multiplied with"""
     quant = FP8 if DENSE[kind] == "fp8" else None
     for n in shapes.rows:
         yield from _norms(n, shapes, inputs, quant)
@@ -49,7 +52,7 @@ def layer_cases(kind: str, shapes: Shapes, inputs: Inputs, sort: Sort, vendor: b
         yield _sorted(n, kind, shapes, inputs, sort)
     yield _draws(max(shapes.rows), shapes, inputs)
     yield from _products(kind, shapes, inputs, vendor)
-    yield from _experts(kind, shapes, inputs)
+    yield from _experts(kind, shapes, inputs, alone)
 
 
 def _label(quant: torch.dtype | None) -> str:
@@ -188,7 +191,7 @@ def _geglu(name: str, n: int, w: Matrix, x: Tensor, outs: int) -> Case:
     return Case(name, f"{n} x {x.shape[1]} -> {outs}", w.fmt, call, parts)
 
 
-def _experts(kind: str, shapes: Shapes, inputs: Inputs) -> Iterator[Case]:
+def _experts(kind: str, shapes: Shapes, inputs: Inputs, alone: bool) -> Iterator[Case]:
     config = shapes.config
     hidden, width, k = config.hidden_size, config.moe_intermediate_size, config.top_k_experts
     up = inputs.matrix(kind, config.num_experts, 2 * width, hidden, gated=True)
@@ -209,6 +212,48 @@ def _experts(kind: str, shapes: Shapes, inputs: Inputs) -> Iterator[Case]:
 
         size = f"{n} x {hidden} -> {width} -> {hidden}, {k} of {config.num_experts}"
         yield Case("experts", size, kind, call, parts)
+        yield _placed(n, kind, shapes, inputs, up, down, alone)
+
+
+class Found(NamedTuple):
+    index: Tensor
+    weight: Tensor
+    placed: Placed | None
+    given: Rows
+    pairs: Tensor
+    routed: tuple[Tensor, Tensor]  # the same from `route`
+    ordered: Tensor  # the same of pairs that were sorted
+
+
+def _placed(n: int, kind: str, shapes: Shapes, inputs: Inputs, up: Matrix, down: Matrix, alone: bool) -> Case:
+    """From the router to the experts without a sort, and the same bits with one"""
+    config = shapes.config
+    width, experts, k, eps = config.hidden_size, config.num_experts, config.top_k_experts, config.rms_norm_eps
+    router = (inputs.randn(experts, width), inputs.near_one(width), inputs.near_one(experts), k)
+    router[0][1] *= 4  # some experts have more than a block
+    x = inputs.randn(n, width)
+
+    def call(ops: Ops) -> Found:
+        counts = torch.zeros(counters_for(n, experts), dtype=torch.int32, device=inputs.device)
+        index, weight, placed = ops.place(x, *router, eps, up.kept, counts=counts)
+        given = ops.rows_for(Rows(x), up.kept)
+        pairs = ops.experts(given, index, weight, up.kept, down.kept, placed)
+        ordered = ops.experts(given, index, weight, up.kept, down.kept)
+        return Found(index, weight, placed, given, pairs, ops.route(x, *router, eps), ordered)
+
+    def parts(got: Found) -> list[Part]:
+        assert got.placed is not None
+        found = [*small.route((got.index, got.weight), x, *router, eps), *small.placed(got.placed, got.index)]
+        found.append(Part("experts as routed", got.index, got.routed[0], how="equal"))
+        found.append(Part("weights as routed", got.weight, got.routed[1], how="equal"))
+        if alone:
+            found.append(Part("as sorted", got.pairs, got.ordered, how="equal"))
+        made, given = summed(got.pairs, n), Given(got.given, x)
+        return found + _both(
+            up, lambda form: products.experts(made, given, got.index, got.weight, up, down, form)
+        )  # fmt: skip
+
+    return Case("place", f"{n} x {width}, {k} of {experts}, and these", kind, call, parts)
 
 
 def _both(w: Matrix, parts: Callable[[bool], list[Part]]) -> list[Part]:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from diffusiongemma.ops.fused import Rows
 from diffusiongemma.ops.quant import FP8
-from diffusiongemma.ops.routing import Routing, capacity_of
+from diffusiongemma.ops.routing import Placed, Routing, capacity_of
 
 
 def norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -175,6 +175,25 @@ def sort(got: Routing, index: Tensor, experts: int, block: int) -> list[Part]:
     return [
         Part("order", got.order.cpu(), torch.tensor(order, dtype=torch.int32), how="equal"),
         Part("table", got.table.cpu(), torch.tensor(table, dtype=torch.int32).view(-1, 3).t(), how="equal"),
+    ]
+
+
+def placed(got: Placed, index: Tensor) -> list[Part]:
+    """Every pair once, in the list of its expert, and blocks that cover all: whole numbers"""
+    experts, tokens = got.lists.shape
+    counts = torch.bincount(index.flatten(), minlength=experts).cpu()
+    there = torch.arange(tokens) < counts[:, None]
+    lists = got.lists.cpu().long().masked_fill(~there, index.numel()).sort(dim=1).values
+    flat = index.flatten().cpu()
+    want = torch.full_like(lists, index.numel())
+    for expert, count in enumerate(counts.tolist()):
+        want[expert, :count] = (flat == expert).nonzero().flatten()
+    begin = [e * tokens + at for e, count in enumerate(counts.tolist()) for at in range(got.block, count, got.block)]
+    found = torch.cat([got.counts[: experts + 1].cpu(), got.beyond[: len(begin)].cpu().sort().values])
+    return [
+        Part("lists", lists, want, how="equal"),
+        Part("counts, blocks beyond", found, torch.tensor([*counts.tolist(), len(begin), *begin]), how="equal"),
+        Part("counters", got.counts[experts + 1 :], torch.zeros_like(got.counts[experts + 1 :]), how="equal"),
     ]
 
 

@@ -19,6 +19,7 @@ from diffusiongemma.model import CacheRow, DiffusionGemma
 from diffusiongemma.model.backend import triton_ops
 from diffusiongemma.model.quantize import Scheme, random_network
 from diffusiongemma.model.support import unsupported
+from diffusiongemma.ops.fused import Rows
 
 LARGE = SMALL if TINY else ModelConfig.preset("26b-a4b")
 
@@ -67,12 +68,11 @@ def experts_hit(lane: Lane) -> None:
     """The share of experts that a step touches, layer by layer"""
     ops, shares = lane.network.ops, list[float]()
 
-    def spy(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
-        index, weight = ops.route(*args)
+    def spy(x: Rows, index: torch.Tensor, *args: object) -> torch.Tensor:
         shares.append(index.unique().numel() / LARGE.num_experts)
-        return index, weight
+        return ops.experts(x, index, *args)
 
-    lane.network.ops = replace(ops, route=spy)
+    lane.network.ops = replace(ops, experts=spy)
     lane.step(kind_of(lane, 1))
     lane.network.ops = ops
     say(f"experts hit: {min(shares):.1%} to {max(shares):.1%} of a layer's, {sum(shares) / len(shares):.1%} on average")

@@ -195,6 +195,8 @@ def small(kind: str | None) -> None:
         check(f"{name}: graph against eager", made["exact"] == made["eager"])
         made["overlap"] = run_all(model, runner(exact=True, overlap=()), asked)
         check(f"{name}: MLP beside the experts", made["exact"] == made["overlap"])
+        sorting = FastRunner(model, replace(triton_ops(exact=True), placing=0), LIMITS)
+        check(f"{name}: pairs placed against sorted", made["exact"] == run_all(model, sorting, asked))
         made["waiting"] = run_all(model, runner(exact=True, ahead=False), asked)
         check(f"{name}: a step ahead and not", made["exact"] == made["waiting"])
         tell_differences(made["exact"], made["waiting"])

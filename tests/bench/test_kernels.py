@@ -97,6 +97,7 @@ def test_kernels_that_announce_a_part_exist() -> None:
     marks = {
         "_rope_kernel",
         "_after_attention_kernel",
+        "_scores_kernel",
         "route_kernel",
         "_after_feed_forward_kernel",
         "route_one_kernel",

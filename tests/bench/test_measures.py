@@ -128,7 +128,7 @@ def test_experts_are_counted_in_the_pass_that_is_timed(fast: Subject) -> None:
             index, weight = ops.route(*args)
             return index[:1].expand_as(index), weight
 
-        network.ops = replace(ops, route=one_way)
+        network.ops = replace(ops, route=one_way, placing=0)
         assert look(network, lambda: lane.step(lane.kind())).shares == [least] * 6
         network.ops = ops
         with torch.inference_mode():

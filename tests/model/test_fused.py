@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -113,3 +116,29 @@ def test_plain_passes_go_over_the_same_rows() -> None:
     want = model.denoise_packed(canvas, None, [plain], [8])
     assert close(model.denoise_packed(canvas, None, [row], [8]), want, 1e-4)
     assert close(fused.denoise(canvas, torch.zeros(8, 128), batch_over(pool, [row], [8])), want, 1e-4)
+
+
+@pytest.mark.parametrize("kind", [None, "fp8"])
+def test_pairs_that_are_placed_give_what_sorted_ones_do(kind: str | None) -> None:
+    """Layer after layer and pass after pass; too few or too many tokens are never placed."""
+    torch.manual_seed(3)
+    model, pool, ops, calls = network(kind), CachePool(CONFIG, 1 << 20, torch.float32), torch_ops(), list[int]()
+    assert prepare(model, ops) == []
+    row, canvas, soft = pool.new_row(60), torch.randint(0, 96, (24,)), torch.randn(24, 128)
+
+    def place(x: Tensor, *args: Any, **options: Any) -> Any:
+        assert not options["counts"].any()
+        calls.append(len(x))
+        return ops.place(x, *args, **options)
+
+    found = {}
+    for placing in (0, 16, 512):
+        fused = FusedNetwork(model, pool, replace(ops, place=place, placing=placing))
+        calls.clear()
+        found[placing] = [fused.denoise(canvas, soft, batch_over(pool, [row], [24])) for _ in range(2)]
+        assert calls == ([24] * 6 if placing == 512 else [])
+        few = CONFIG.num_experts // CONFIG.top_k_experts - 1
+        fused.denoise(canvas[:few], soft[:few], batch_over(pool, [row], [few]))
+        assert few not in calls
+    assert all(close(a, b, 1e-5) for a, b in zip(found[512], found[0], strict=True))
+    assert torch.equal(found[16][0], found[0][0])

@@ -151,6 +151,11 @@ WRONG: dict[str, tuple[str, str, Callable[..., Any]]] = {  # what: kind, operati
     ),
     "the next expert": ("bf16", "route", later(TWINS.route, lambda pair: ((pair[0] + 1) % 16, pair[1]))),
     "an expert twice": ("bf16", "route", later(TWINS.route, lambda pair: (pair[0][:, :1].expand(-1, 2), pair[1]))),
+    "a pair in another list": (
+        "bf16", "place",
+        later(TWINS.place, lambda found: (*found[:2], replace(found[2], lists=found[2].lists.roll(1, 0)))),
+    ),
+    "weights of the next": ("bf16", "place", later(TWINS.place, lambda found: (found[0], found[1].flip(1), found[2]))),
     "shares of all": ("bf16", "route", later(TWINS.route, lambda pair: (pair[0], pair[1] * 0.9))),
     "half of a scale": ("int8", "linear", lambda x, w: TWINS.linear(x, (w[0], w[1] * 2 if w[1] is not None else None))),
     "one scale": (
@@ -163,18 +168,18 @@ WRONG: dict[str, tuple[str, str, Callable[..., Any]]] = {  # what: kind, operati
     ),
     "one expert's scale": (
         "fp8", "experts",
-        lambda x, at, share, up, down: TWINS.experts(
+        lambda x, at, share, up, down, *rest: TWINS.experts(
             x, at, share, up, (down[0], down[1].index_add(0, at[0, :1], down[1][at[0, :1]]))  # one that is taken
         ),
     ),
     "4-bit halves swapped": (
         "int4", "experts",
-        lambda x, at, share, up, down: TWINS.experts(
+        lambda x, at, share, up, down, *rest: TWINS.experts(
             x, at, share, up, ((down[0] << 4) | (down[0] >> 4), down[1])
         ),
     ),
     "all shares the same": (
-        "int4", "experts", lambda x, at, share, up, down: TWINS.experts(x, at, share * 0 + 0.5, up, down)
+        "int4", "experts", lambda x, at, share, up, down, *rest: TWINS.experts(x, at, share * 0 + 0.5, up, down)
     ),
     "a window one too narrow": (
         "bf16", "attend",

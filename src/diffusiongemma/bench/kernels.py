@@ -2,9 +2,8 @@
 
 A kernel of ours belongs to the file in `ops/` that it stands in. Products are the exception: attention, MLP and experts
 use the same kernels, ours or the vendor's, so a product belongs to what was announced last on its stream: rotary
-tables and the end of a layer announce attention, the end of attention announces the dense MLP, the sorting of tokens by
-expert (or the router of a few) announces the experts. A stream that nothing announced anything on is the dense MLP's
-own.
+tables and the end of a layer announce attention, the end of attention announces the dense MLP, the router
+announces the experts. A stream that nothing announced anything on is the dense MLP's own.
 
 Kernels overlap: one may begin early and wait for the one before it, and streams run beside each other. A kernel is
 charged for the time after all that began before it had ended, so the parts and the idle time add up to the whole.
@@ -128,7 +127,7 @@ def assign(launches: list[Launch], layers: int) -> list[str]:
             _condition(kinds, parts)
         elif _known(name, "_after_attention_kernel"):
             zones[stream] = DENSE
-        elif _known(name, "route_kernel") or _known(name, "route_one_kernel"):
+        elif any(_known(name, kernel) for kernel in ("_scores_kernel", "route_kernel", "route_one_kernel")):
             zones[stream] = EXPERTS
         elif _known(name, "_after_feed_forward_kernel"):
             ended += 1

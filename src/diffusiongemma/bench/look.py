@@ -16,6 +16,7 @@ from torch import Tensor
 
 from diffusiongemma.engine.draw import DrawLane, Kind
 from diffusiongemma.model.fused import FusedNetwork
+from diffusiongemma.ops.fused import Rows
 from diffusiongemma.ops.vocab import Reading
 
 
@@ -29,15 +30,10 @@ def look(network: FusedNetwork, step: Callable[[], object]) -> Look:
     """Run this step of a lane, and look at what it routes and reads."""
     ops, shares, lost = network.ops, list[float](), list[str]()
 
-    def seen(route: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
-        """Of both ways to route the last two results are the experts and their weights."""
-
-        def routed(*args: Any) -> tuple[Any, ...]:
-            found = route(*args)
-            shares.append(found[-2].unique().numel() / network.config.num_experts)
-            return found
-
-        return routed
+    def experts(x: Rows, index: Tensor, *args: Any) -> Tensor:
+        """However they were picked, the experts are told here."""
+        shares.append(index.unique().numel() / network.config.num_experts)
+        return ops.experts(x, index, *args)
 
     def vocab_end(hidden: Tensor, *args: Any, **options: Any) -> Reading:
         reading = ops.vocab_end(hidden, *args, **options)
@@ -45,7 +41,7 @@ def look(network: FusedNetwork, step: Callable[[], object]) -> Look:
         lost.extend(name for name, values in read.items() if values is not None and not values.isfinite().all())
         return reading
 
-    network.ops = replace(ops, route=seen(ops.route), route_one=seen(ops.route_one), vocab_end=vocab_end)
+    network.ops = replace(ops, experts=experts, vocab_end=vocab_end)
     try:
         step()
     finally:

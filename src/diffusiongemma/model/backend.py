@@ -20,7 +20,8 @@ from diffusiongemma.ops.fused import Rows
 from diffusiongemma.ops.one import Routed
 from diffusiongemma.ops.product import Weight
 from diffusiongemma.ops.quant import FP8
-from diffusiongemma.ops.tiles import block_rows
+from diffusiongemma.ops.routing import Placed
+from diffusiongemma.ops.tiles import block_rows, format_of
 from diffusiongemma.ops.vocab import Reading, Rules, Table
 
 VENDOR_ROWS = 64  # from so many rows on, a bfloat16 product is the vendor's
@@ -48,11 +49,18 @@ class Ops:
     linear: Callable[[Rows, Weight], Tensor]  # x [N, K], weight of [O, K] -> [N, O]
     geglu: Callable[[Rows, Weight], Rows]  # x [N, K], weight of [2 O, K] -> [N, O], in fp8 where x is
     # x, index, weight [N, k], up, down -> [N m, D]: a row for each of a token's experts, or (m = 1) their sum
-    experts: Callable[[Rows, Tensor, Tensor, Weight, Weight], Tensor]
+    experts: Callable[..., Tensor]  # `placed`: from `place`, if that knows
     vocab_end: Callable[..., Reading]  # `few`: one position a row; `coldest`: no temperature is below it
     draws: Callable[..., tuple[Tensor, Tensor]]
+    # as `route`, then the experts' weight; `counts`: zeros, `counters_for` so many -> index, weight, and where they are
+    place: Callable[..., tuple[Tensor, Tensor, Placed | None]]
     route_one: Callable[..., Routed]  # after_attention and route of up to `few` rows with one new token each
     few: int = 0  # up to so many rows, products take them as they are
+    placing: int = 512  # up to so many tokens, pairs are placed while they are picked; of more they are sorted
+
+    def places(self, tokens: int, experts: int, top_k: int) -> bool:
+        """Is `place` used? Not where most experts have no token: all of them have a first block there."""
+        return self.few < tokens <= self.placing and tokens * top_k >= experts
 
     def quant_for(self, rows: int, weight: Weight) -> torch.dtype | None:
         """What so many rows are rounded to for a product with this weight"""
@@ -83,6 +91,7 @@ def torch_ops() -> Ops:
         _torch_experts,
         _torch_vocab_end,
         vocab.draws,
+        _torch_place,
         one.route(fused.after_attention, fused.route),
     )
 
@@ -99,9 +108,18 @@ def _like(x: Rows, hidden: Rows) -> Rows:
     return Rows(*fused.quantize_rows(hidden.values, FP8)) if x.values.dtype == FP8 else hidden
 
 
-def _torch_experts(x: Rows, index: Tensor, weight: Tensor, up: Weight, down: Weight) -> Tensor:
+def _torch_place(
+    x: Tensor, proj: Tensor, scale: Tensor, per_expert: Tensor, top_k: int, eps: float, up: Weight, *, counts: Tensor
+) -> tuple[Tensor, Tensor, Placed]:
+    index, weight = fused.route(x, proj, scale, per_expert, top_k, eps)
+    return index, weight, routing.place(index, len(proj), block_rows(index.numel(), len(proj)))
+
+
+def _torch_experts(
+    x: Rows, index: Tensor, weight: Tensor, up: Weight, down: Weight, placed: Placed | None = None
+) -> Tensor:
     experts = up[0].shape[0]
-    plan = routing.route(index, experts, block_rows(index.numel(), experts))
+    plan = placed or routing.route(index, experts, block_rows(index.numel(), experts))
     hidden = _like(x, product.product(x, *up, gated=True, routing=plan))
     return product.product(hidden, *down, routing=plan, share=weight.flatten()).values
 
@@ -151,6 +169,14 @@ def triton_ops(exact: bool = False, few: bool = True) -> Ops:
         kernel = proj.shape[0] >= 16
         return router_triton.route(x, proj, *rest) if kernel else fused.route(x, proj, *rest)
 
+    def place(
+        x: Tensor, proj: Tensor, scale: Tensor, per_expert: Tensor, k: int, eps: float, up: Weight, *, counts: Tensor
+    ) -> tuple[Tensor, Tensor, Placed | None]:
+        if len(proj) < 16:
+            return *fused.route(x, proj, scale, per_expert, k, eps), None
+        block = block_rows(len(x) * k, len(proj), format_of(up[0]))
+        return router_triton.place(x, proj, scale, per_expert, k, eps, block, counts)
+
     def linear(x: Rows, weight: Weight) -> Tensor:
         w, scale = weight
         rows, inputs = x.values.shape
@@ -171,8 +197,10 @@ def triton_ops(exact: bool = False, few: bool = True) -> Ops:
             return Rows(few_triton.few(x, *weight, gated=True))
         return linear_triton.geglu_linear(x, *weight)
 
-    def experts(x: Rows, index: Tensor, weight: Tensor, up: Weight, down: Weight) -> Tensor:
-        return experts_triton.experts_pairs(x, index, weight, *up, *down, few=few_rows > 0)
+    def experts(
+        x: Rows, index: Tensor, weight: Tensor, up: Weight, down: Weight, placed: Placed | None = None
+    ) -> Tensor:
+        return experts_triton.experts_pairs(x, index, weight, *up, *down, few=few_rows > 0, placed=placed)
 
     def vocab_end(
         hidden: Tensor,
@@ -203,6 +231,7 @@ def triton_ops(exact: bool = False, few: bool = True) -> Ops:
         experts,
         vocab_end,
         vocab_triton.draws,
+        place,
         router_one_triton.route,
         few_rows,
     )

@@ -29,6 +29,7 @@ from diffusiongemma.ops.product import Weight
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.quantized import QuantEmbedding, QuantExperts, QuantLinear
 from diffusiongemma.ops.rope import Rope
+from diffusiongemma.ops.routing import counters_for
 from diffusiongemma.ops.vocab import Table
 
 Overlap = Literal["draw", "encode", "denoise"]
@@ -148,10 +149,18 @@ class FusedNetwork:
         first = self.layers[0]
         h = self.ops.norm_rows(x, first.module.input_layernorm.weight, self.eps, _quant(first.qkv))
         few = kind == "draw" and len(x) <= self.ops.few
+        counts = self._counts(len(x))
         for at, layer in enumerate(self.layers):
             branch = self._attend(mode, layer, at, h, rope[layer.kind], batch)
-            x, h = self._feed_forward(mode, layer, at, x, branch, beside, few)
+            x, h = self._feed_forward(mode, layer, at, x, branch, beside, few, None if counts is None else counts[at])
         return h.values
+
+    def _counts(self, tokens: int) -> Tensor | None:
+        """What every layer places its pairs by, zeros all: no layer has to clear them, and no pass finds another's"""
+        experts = self.config.num_experts
+        if not self.ops.places(tokens, experts, self.config.top_k_experts):
+            return None
+        return torch.zeros(len(self.layers), counters_for(tokens, experts), dtype=torch.int32, device=self.device)
 
     def _attend(
         self, mode: Literal["encode", "denoise"], layer: FusedLayer, at: int, h: Rows, rope: Rope, batch: Batch
@@ -177,10 +186,11 @@ class FusedNetwork:
         branch: Tensor,
         beside: bool,
         few: bool,
+        counts: Tensor | None,
     ) -> tuple[Tensor, Rows]:
         """x, attention's contribution [N, D] -> the layer's output, and its norm for what follows; `few`: of up to
-        `ops.few` rows with one new token each"""
-        m, ops = layer.module, self.ops
+        `ops.few` rows with one new token each; `counts`: pairs are placed by them"""
+        m, ops, placed = layer.module, self.ops, None
         # One kernel makes the rows of both branches: quantised, if both want that.
         quant = layer.mlp.quant() if layer.mlp.quant() == _quant(layer.up) else None
         before = (m.post_attention_layernorm, m.pre_feedforward_layernorm, m.pre_feedforward_layernorm_2)
@@ -193,8 +203,11 @@ class FusedNetwork:
         else:
             x, to_dense, to_sparse = ops.after_attention(x, branch, *norms, self.eps, quant)
             join = self._begun(lambda: layer.mlp(ops, to_dense), beside)
-            index, weight = ops.route(x, *router, self.eps)
-        sparse = ops.experts(ops.rows_for(to_sparse, layer.up), index, weight, layer.up, layer.down)
+            if counts is None:
+                index, weight = ops.route(x, *router, self.eps)
+            else:
+                index, weight, placed = ops.place(x, *router, self.eps, layer.up, counts=counts)
+        sparse = ops.experts(ops.rows_for(to_sparse, layer.up), index, weight, layer.up, layer.down, placed)
         dense = join()
         after = (
             m.post_feedforward_layernorm_1.weight,

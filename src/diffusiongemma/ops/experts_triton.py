@@ -20,7 +20,7 @@ from diffusiongemma.ops.fused import Rows
 from diffusiongemma.ops.kernels import early, interpreted, launch
 from diffusiongemma.ops.product_triton import product
 from diffusiongemma.ops.quant import FP8
-from diffusiongemma.ops.routing import Routing
+from diffusiongemma.ops.routing import Placed, Routing
 from diffusiongemma.ops.routing_triton import route
 from diffusiongemma.ops.rows_triton import rows_for
 from diffusiongemma.ops.tiles import block_rows, format_of
@@ -58,24 +58,26 @@ def combine(pairs: Tensor, k: int) -> Tensor:
     return out
 
 
-def gate_up(x: Rows, routing: Routing, w: Tensor, scale: Tensor | None) -> Rows:
-    """x [N, D], w of [E, 2 I, D] -> hidden [P, I] by expert; in fp8 where x is"""
+def gate_up(x: Rows, routing: Routing | Placed, w: Tensor, scale: Tensor | None) -> Rows:
+    """x [N, D], w of [E, 2 I, D] -> hidden [P, I] by expert, or in the pairs' own order where they were placed; in fp8
+    where x is"""
     return product(x, w, scale, gated=True, quantise=x.values.dtype == FP8, routing=routing)
 
 
-def down(hidden: Rows, routing: Routing, share: Tensor, w: Tensor, scale: Tensor | None) -> Tensor:
-    """hidden [P, I] by expert, share [N, k] float32, w of [E, D, I] -> weighted [P, D] in the pairs' own order"""
+def down(hidden: Rows, routing: Routing | Placed, share: Tensor, w: Tensor, scale: Tensor | None) -> Tensor:
+    """hidden [P, I] of `gate_up`, share [N, k] float32, w of [E, D, I] -> weighted [P, D] in the pairs' own order"""
     return product(hidden, w, scale, routing=routing, share=share.flatten()).values
 
 
 def experts_pairs(x: Rows, index: Tensor, weight: Tensor, up_q: Tensor, up_scale: Tensor | None, down_q: Tensor,
-                  down_scale: Tensor | None, few: bool = False) -> Tensor:  # fmt: skip
+                  down_scale: Tensor | None, few: bool = False, placed: Placed | None = None) -> Tensor:  # fmt: skip
     """x [N, D], index and weight [N, k] -> [N k, D]: a row for each of a token's experts, which who reads it sums.
-    `few`: a few tokens take another way, with other bits, and get their sums [N, D]"""
+    `few`: a few tokens take another way, with other bits, and get their sums [N, D]. `placed`: where the pairs are; if
+    nobody knows, they are sorted"""
     if few and len(index) <= few_triton.FEW:
         return few_triton.experts_few(x, index, weight, up_q, up_scale, down_q, down_scale)
     experts = up_q.shape[0]
-    routing = route(index, experts, block_rows(index.numel(), experts, format_of(up_q)))
+    routing = placed or route(index, experts, block_rows(index.numel(), experts, format_of(up_q)))
     hidden = gate_up(rows_for(x, up_q), routing, up_q, up_scale)
     return down(hidden, routing, weight.float(), down_q, down_scale)
 

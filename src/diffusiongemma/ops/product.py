@@ -17,7 +17,7 @@ from diffusiongemma.ops import int4, quant
 from diffusiongemma.ops.experts import geglu
 from diffusiongemma.ops.fused import Rows
 from diffusiongemma.ops.quant import FP8, quantize_tokens
-from diffusiongemma.ops.routing import Routing
+from diffusiongemma.ops.routing import Placed, Routing
 
 Weight = tuple[Tensor, Tensor | None]  # its numbers, and their scale if they have one
 
@@ -29,33 +29,51 @@ def product(
     *,
     gated: bool = False,
     quantise: bool = False,
-    routing: Routing | None = None,
+    routing: Routing | Placed | None = None,
     share: Tensor | None = None,
 ) -> Rows:
     """x [rows, K], w of [O, K], or of [E, O, K] with a routing -> [rows, O] in x's dtype, or bfloat16 where x is fp8
 
     gated: w has 2 O rows, gate first, and the result is GeGLU of the product. quantise: the result is fp8 with one
     scale a row. With a routing, x are the tokens and the result the pairs by expert; with `share` [P] too, x are the
-    pairs by expert and the result the pairs in their own order, each times its share.
+    pairs by expert and the result the pairs in their own order, each times its share. Pairs that were placed, not
+    sorted, are always in their own order.
     """
     wide = x.wide().float()
     if routing is None:
         out = F.linear(wide, weights(w, w_scale, gated))
         return _finish(out, x, gated, quantise)
+    if isinstance(routing, Placed):
+        return _finish(_placed(wide, w, w_scale, gated, routing, share), x, gated, quantise)
     order = routing.order.long()
     if share is None:
         wide = wide[order // routing.top_k]
-    out = wide.new_empty(len(order), weights(w[0], None if w_scale is None else w_scale[0], gated).shape[0])
+    out = wide.new_empty(len(order), len(_weights_of(0, w, w_scale, gated)))
     for expert, first, end in routing.table.t().tolist():
         if expert >= 0:
             block = slice(first, min(end, first + routing.block))
-            scale = None if w_scale is None else w_scale[expert]
-            out[block] = F.linear(wide[block], weights(w[expert], scale, gated))
+            out[block] = F.linear(wide[block], _weights_of(expert, w, w_scale, gated))
     if share is not None:
         back = torch.empty_like(out)
         back[order] = out * share.float()[order, None]
         out = back
     return _finish(out, x, gated, quantise)
+
+
+def _placed(
+    wide: Tensor, w: Tensor, w_scale: Tensor | None, gated: bool, routing: Placed, share: Tensor | None
+) -> Tensor:
+    """Tokens [N, K], or with a share pairs [P, K] -> pairs [P, O]"""
+    k, experts = routing.top_k, len(routing.lists)
+    out = wide.new_empty(routing.lists.shape[1] * k, len(_weights_of(0, w, w_scale, gated)))
+    for expert, count in enumerate(routing.counts[:experts].tolist()):
+        pairs = routing.lists[expert, :count].long()
+        out[pairs] = F.linear(wide[pairs // k if share is None else pairs], _weights_of(expert, w, w_scale, gated))
+    return out if share is None else out * share.float()[:, None]
+
+
+def _weights_of(expert: int, w: Tensor, scale: Tensor | None, gated: bool) -> Tensor:
+    return weights(w[expert], None if scale is None else scale[expert], gated)
 
 
 def _finish(out: Tensor, x: Rows, gated: bool, quantise: bool) -> Rows:

@@ -23,7 +23,7 @@ from diffusiongemma.ops.int4 import PAIRS
 from diffusiongemma.ops.int4_triton import sums_pairs
 from diffusiongemma.ops.kernels import early, interpreted, launch, shared_memory, unavailable
 from diffusiongemma.ops.quant import FP8
-from diffusiongemma.ops.routing import Routing
+from diffusiongemma.ops.routing import Placed, Routing
 from diffusiongemma.ops.rows_triton import quantize_rows, rows_for
 from diffusiongemma.ops.tiles import Shape, Tile, choose, format_of, step_of
 
@@ -94,7 +94,8 @@ def _prefetch(at, size):
 
 
 @triton.jit
-def _rows(x_scale, order, share, row, end, TOP_K: tl.constexpr, ROUTED: tl.constexpr, UNIT: tl.constexpr):
+def _rows(x_scale, order, share, row, end, TOP_K: tl.constexpr, ROUTED: tl.constexpr, PLACED: tl.constexpr,
+          UNIT: tl.constexpr):  # fmt: skip
     """For these rows of `order`: whether they are there, the row of x, the row of the result, and what to multiply
     the sums with. All of it is asked for before the sums are made, and is there when they are."""
     ok = row < end
@@ -104,8 +105,9 @@ def _rows(x_scale, order, share, row, end, TOP_K: tl.constexpr, ROUTED: tl.const
         target = row
     else:
         pair = tl.load(order + row, mask=ok, other=0)
-        source = pair // TOP_K if ROUTED == "in" else row
-        target = row if ROUTED == "in" else pair
+        between = pair if PLACED else row  # where what lies between the two products is kept
+        source = pair // TOP_K if ROUTED == "in" else between
+        target = between if ROUTED == "in" else pair
     if x_scale is not None:
         factor *= tl.load(x_scale + source, mask=ok, other=0.0)
     if ROUTED == "out":
@@ -130,14 +132,14 @@ def _finish(gate, up, w_gate, w_up, factor, ok, target, out, o, O: tl.constexpr,
 @triton.jit
 def _tile(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end, K: tl.constexpr, O: tl.constexpr,
           TOP_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr, ROUTED: tl.constexpr,
-          T: tl.constexpr, MORE: tl.constexpr, BO: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
-          HOPPER: tl.constexpr):  # fmt: skip
+          PLACED: tl.constexpr, T: tl.constexpr, MORE: tl.constexpr, BO: tl.constexpr, STEP: tl.constexpr,
+          STAGES: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
     """Rows start … end of `order`, at most T + MORE, times one tile of an expert's outputs"""
     PAIRED: tl.constexpr = FORMAT == "pairs" and not GATED
     WIDE: tl.constexpr = 2 * BO if PAIRED else BO
     o = tile * WIDE + tl.arange(0, BO)
     UNIT: tl.constexpr = 512.0 if FORMAT == "pairs" else 1.0
-    ok, source, target, factor = _rows(x_scale, order, share, start + tl.arange(0, T), end, TOP_K, ROUTED, UNIT)
+    ok, source, target, factor = _rows(x_scale, order, share, start + tl.arange(0, T), end, TOP_K, ROUTED, PLACED, UNIT)
     w_gate = tl.full((BO,), 1.0, tl.float32)
     w_up = w_gate
     first = tl.full((), 0, tl.int64) + expert
@@ -151,7 +153,9 @@ def _tile(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end, K
             if GATED:
                 w_up = tl.load(w_scale + first + O + o, mask=o < O, other=0.0)
         later = start + T + tl.arange(0, MORE if MORE > 0 else 1)
-        more_ok, more_source, more_target, more_factor = _rows(x_scale, order, share, later, end, TOP_K, ROUTED, UNIT)
+        more_ok, more_source, more_target, more_factor = _rows(
+            x_scale, order, share, later, end, TOP_K, ROUTED, PLACED, UNIT
+        )
         gate, up, more_gate, more_up = _sums(x + source * K, ok, x + more_source * K, more_ok, w, first, o, K, O, GATED,
                                              T, MORE, BO, STEP, STAGES)  # fmt: skip
         if MORE > 0:
@@ -159,9 +163,33 @@ def _tile(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end, K
     _finish(gate, up, w_gate, w_up, factor, ok, target, out, o, O, GATED, PAIRED, BO)
 
 
+@triton.jit
+def _block(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end, K: tl.constexpr, O: tl.constexpr,
+           TOP_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr, ROUTED: tl.constexpr,
+           PLACED: tl.constexpr, T: tl.constexpr, MORE: tl.constexpr, BO: tl.constexpr, STEP: tl.constexpr,
+           STAGES: tl.constexpr, SMALL: tl.constexpr, ASK: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
+    """The same with a tile that suits the number of rows"""
+    if HOPPER and ASK > 0:
+        WHOLE: tl.constexpr = BO * K * (w.dtype.element_ty.primitive_bitwidth // 8)
+        begin = w + (tl.full((), 0, tl.int64) + expert * O + tile * BO) * K
+        thread = tl.arange(0, ASK)
+        # One thread of each warp asks: the others would only wait in line.
+        _prefetch(begin.to(tl.int64) + thread * (WHOLE // ASK), tl.where(thread % 32 == 0, WHOLE // ASK * 32, 0))
+    if SMALL > 0:  # few rows cost less
+        if end - start <= SMALL:
+            _tile(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end, K, O, TOP_K, FORMAT, GROUP,
+                  GATED, ROUTED, PLACED, SMALL, 0, BO, STEP, STAGES, HOPPER)  # fmt: skip
+        else:
+            _tile(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end, K, O, TOP_K, FORMAT, GROUP,
+                  GATED, ROUTED, PLACED, T, MORE, BO, STEP, STAGES, HOPPER)  # fmt: skip
+    else:
+        _tile(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end, K, O, TOP_K, FORMAT, GROUP, GATED,
+              ROUTED, PLACED, T, MORE, BO, STEP, STAGES, HOPPER)  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["rows", "capacity"])
-def product_kernel(x, x_scale, w, w_scale, out, order, share, table, rows, capacity, K: tl.constexpr, O: tl.constexpr,
-                   TOP_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr,
+def product_kernel(x, x_scale, w, w_scale, out, order, share, table, beyond, rows, capacity, K: tl.constexpr,
+                   O: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr,
                    ROUTED: tl.constexpr, T: tl.constexpr, BO: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
                    EXPERTS: tl.constexpr, AHEAD: tl.constexpr, FIRST: tl.constexpr, MORE: tl.constexpr,
                    SMALL: tl.constexpr, ASK: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
@@ -170,12 +198,15 @@ def product_kernel(x, x_scale, w, w_scale, out, order, share, table, rows, capac
     ROUTED "no": a dense product. "in": row r of `order` reads token order[r] // k and writes row r. "out": row r reads
     row r and writes row order[r], times share[order[r]]. x_scale: float32 [rows].
     table [3, capacity]: expert, first row and end of each block of rows; expert -1 where there is no block.
+    With `beyond`, order, table and beyond are the three of `Placed`: a pair of a list reads token pair // k, or row
+    pair, and writes row pair. First come the first blocks of all experts, then those beyond, of which few are there.
     Of pairs, a program makes BO = 64 gates with their ups, or two tiles of BO outputs side by side.
     MORE, SMALL: rows beside the T, and up to how many an expert takes a smaller tile. ASK: threads of a program that
     first asks for the whole tile of the weight; 0: it does not.
     HOPPER: not in the interpreter. A program may then start before the launch before it has ended: it asks for AHEAD
     bytes of each of its rows of the weight, and waits.
     """
+    PLACED: tl.constexpr = beyond is not None
     WIDE: tl.constexpr = 2 * BO if FORMAT == "pairs" and not GATED else BO
     TILES: tl.constexpr = (O + WIDE - 1) // WIDE
     ROWS: tl.constexpr = 2 * O if GATED else O
@@ -190,7 +221,7 @@ def product_kernel(x, x_scale, w, w_scale, out, order, share, table, rows, capac
             expert = 0
             if ROUTED != "no":
                 # Until the launch before has ended, the table may not be there: what is read only guides a guess.
-                expert = tl.load(table + block) if ROUTED == "out" else block
+                expert = tl.load(table + block) if ROUTED == "out" and not PLACED else block
                 expert = tl.minimum(tl.maximum(expert, 0), EXPERTS - 1)
             line = tl.full((), 0, tl.int64) + expert * ROWS + tl.minimum(tile * WIDE + tl.arange(0, BO), O - 1)
             _prefetch(w + line * K, tl.full((BO,), AHEAD, tl.int32))
@@ -202,28 +233,26 @@ def product_kernel(x, x_scale, w, w_scale, out, order, share, table, rows, capac
         expert = 0
         start = block * T
         end = rows
+    elif PLACED:
+        each = rows // TOP_K  # places of a list
+        start = block * each
+        if block >= EXPERTS:
+            there = block - EXPERTS < tl.load(table + EXPERTS)
+            start = tl.load(beyond + block - EXPERTS, mask=there, other=-1)
+        if start < 0:
+            return
+        expert = start // each
+        end = expert * each + tl.load(table + expert)
+        if start >= end:
+            return
     else:
         expert = tl.load(table + block)
         if expert < 0:
             return
         start = tl.load(table + capacity + block)
         end = tl.load(table + 2 * capacity + block)
-    if HOPPER and ASK > 0:
-        WHOLE: tl.constexpr = BO * K * (w.dtype.element_ty.primitive_bitwidth // 8)
-        begin = w + (tl.full((), 0, tl.int64) + expert * O + tile * BO) * K
-        thread = tl.arange(0, ASK)
-        # One thread of each warp asks: the others would only wait in line.
-        _prefetch(begin.to(tl.int64) + thread * (WHOLE // ASK), tl.where(thread % 32 == 0, WHOLE // ASK * 32, 0))
-    if SMALL > 0:  # few rows cost less
-        if end - start <= SMALL:
-            _tile(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end, K, O, TOP_K, FORMAT, GROUP,
-                  GATED, ROUTED, SMALL, 0, BO, STEP, STAGES, HOPPER)  # fmt: skip
-        else:
-            _tile(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end, K, O, TOP_K, FORMAT, GROUP,
-                  GATED, ROUTED, T, MORE, BO, STEP, STAGES, HOPPER)  # fmt: skip
-    else:
-        _tile(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end, K, O, TOP_K, FORMAT, GROUP, GATED,
-              ROUTED, T, MORE, BO, STEP, STAGES, HOPPER)  # fmt: skip
+    _block(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end, K, O, TOP_K, FORMAT, GROUP, GATED,
+           ROUTED, PLACED, T, MORE, BO, STEP, STAGES, SMALL, ASK, HOPPER)  # fmt: skip
 
 
 def supported(device: torch.device, w: Tensor, inputs: int, gated: bool = False) -> str | None:
@@ -259,6 +288,15 @@ def _can_ask(tile: Tile, fmt: str, inputs: int, width: int, gated: bool) -> bool
     return not gated and fmt != "pairs" and width % tile.outputs == 0 and size % (32 * tile.warps * 16) == 0
 
 
+def _lists(routing: Routing | Placed | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, int]:
+    """What the kernel reads of a routing, and for how many blocks there is room"""
+    if routing is None:
+        return None, None, None, 0
+    if isinstance(routing, Routing):
+        return routing.order, routing.table, None, routing.capacity
+    return routing.lists, routing.counts, routing.beyond, len(routing.lists) + len(routing.beyond)
+
+
 def product(
     x: Rows,
     w: Tensor,
@@ -266,7 +304,7 @@ def product(
     *,
     gated: bool = False,
     quantise: bool = False,
-    routing: Routing | None = None,
+    routing: Routing | Placed | None = None,
     share: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Rows:
@@ -278,7 +316,8 @@ def product(
     assert (values.dtype == FP8) == (fmt in ("fp8", "pairs")), f"no kernel for {values.dtype} times {w.dtype}"
     assert all(t is None or t.is_contiguous() for t in (values, x.scale, w, w_scale)), "kernels read contiguous tensors"
     inputs, width = values.shape[1], outputs_of(w, gated)
-    rows = values.shape[0] if routing is None else len(routing.order)
+    order, table, beyond, room = _lists(routing)
+    rows = values.shape[0] if share is not None or routing is None else values.shape[0] * routing.top_k
     experts, block = (0, rows) if routing is None else (w.shape[0], routing.block)
     tile = tile or choose(Shape(fmt, inputs, width, experts, gated, block), shared_memory(values.device))
     assert tile.more == 0 or (routing is not None and fmt != "pairs"), "only blocks of an expert have rows more"
@@ -289,13 +328,13 @@ def product(
     if fmt == "pairs":
         step = w.shape[-1] * (tile.turns if w.shape[-3] % tile.turns == 0 else 1)
     out = torch.empty(rows, width, dtype=torch.bfloat16 if values.dtype == FP8 else values.dtype, device=values.device)
-    blocks = triton.cdiv(rows, tile.rows) if routing is None else routing.capacity
+    blocks = room or triton.cdiv(rows, tile.rows)
     # Which experts a few tokens take cannot be guessed. 4-bit weights gained nothing.
     ahead = 0 if fmt == "pairs" or blocks < experts else min(AHEAD, inputs * w.element_size())
     launch(
         product_kernel, blocks * triton.cdiv(width, tile.outputs),
         values, x.scale, w, w_scale, out,
-        None if routing is None else routing.order, share, None if routing is None else routing.table, rows, blocks,
+        order, share, table, beyond, rows, blocks,
         K=inputs, O=width, TOP_K=1 if routing is None else routing.top_k, FORMAT=fmt,
         GROUP=w.shape[-1] if fmt == "pairs" else 0, GATED=gated,
         ROUTED="no" if routing is None else "in" if share is None else "out",

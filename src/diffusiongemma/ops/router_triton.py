@@ -1,13 +1,16 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
 """The router: norm, product, softmax, the best experts and their weights, in two kernels. Twin of `fused.route`.
+And with the pairs placed in their experts' lists in one kernel (`place`): twin of that and `routing.place`.
 
 The product is small (256 x 2,816 x 128) but its weights would keep 16 multiprocessors busy for long, so the first
 kernel splits the sum over 176 programs, each of which asks for all it reads at once, and for its weights before the
 kernel ahead of it has ended; the second adds the parts in order and picks, a warp a row, so that no round of the
 picking waits for another warp. Many tokens get larger blocks, so that the weights are not read over and over.
+In one kernel, the last program of a block of rows to end its part picks for them all, again a warp for some rows.
 
 Bits: a row's sums do not depend on the others. The parts are the same for any number of rows, and operands are
-swapped (experts are the M side of the tensor cores), so that blocks of any size use one kind of instruction.
+swapped (experts are the M side of the tensor cores), so that blocks of any size use one kind of instruction. Both ways
+pick by the same lines, whose sums have an order of their own, and no product is fused with a sum (`SEPARATE`).
 
 Legend: N tokens, D hidden, E experts, k experts a token, S parts of the sum.
 """
@@ -23,6 +26,8 @@ from torch import Tensor
 
 from diffusiongemma.ops.early_triton import ready, run
 from diffusiongemma.ops.kernels import unavailable
+from diffusiongemma.ops.last_triton import is_last
+from diffusiongemma.ops.routing import Placed, counters_for, most_beyond
 
 
 class Blocks(NamedTuple):
@@ -31,15 +36,27 @@ class Blocks(NamedTuple):
     depth: int  # of a step
     warps: int
     pick_warps: int
+    join: bool = True  # who places: the last program of some rows, or a kernel of its own that picks too
 
 
 BLOCKS = Blocks(16, 256, 256, 4, 1)
+SEPARATE = {"enable_fp_fusion": False}
 
 
 def blocks_for(rows: int) -> Blocks:
     """About as many programs as a card runs at once; parts and depth order the sums and are the same for all."""
     size = next((size for size in (16, 32, 64) if rows <= 32 * size), 128)
     return BLOCKS._replace(rows=size, warps=4 if size < 64 else 8)
+
+
+class To(NamedTuple):
+    """Where what was picked goes; the last three: where it is placed."""
+
+    chosen: Tensor  # int64 [N, k]
+    weight: Tensor  # float32 [N, k]
+    lists: Tensor | None = None
+    counts: Tensor | None = None
+    beyond: Tensor | None = None
 
 
 def supported(x: Tensor, proj: Tensor, top_k: int) -> str | None:
@@ -54,12 +71,58 @@ def supported(x: Tensor, proj: Tensor, top_k: int) -> str | None:
     return None if top_k <= 32 else f"{top_k} experts a token are too many"
 
 
+@triton.jit
+def _pick(part, square, per_expert, index, weight, lists, counts, beyond, row, rows, width, eps, E: tl.constexpr,
+          TOP: tl.constexpr, SLOTS: tl.constexpr, PARTS: tl.constexpr, PLACE: tl.constexpr):  # fmt: skip
+    """The best experts of these rows and their weights, of equal experts the first; and where PLACE, the rows of a
+    block, is not 0: each pair into the list of its expert"""
+    e, live = tl.arange(0, E)[None, :], row < rows
+    scores = tl.zeros((row.shape[0], E), tl.float32)
+    squares = tl.zeros(row.shape, tl.float32)
+    for i in tl.static_range(PARTS):
+        at = i * rows + row
+        # ".cg": other programs of the same launch may have stored them
+        scores += tl.load(part + at[:, None] * E + e, mask=live[:, None], other=0.0, cache_modifier=".cg")
+        squares += tl.load(square + at, mask=live, other=0.0, cache_modifier=".cg")
+    scores *= (1.0 / (tl.sqrt(squares / width + eps) * tl.sqrt(width.to(tl.float32))))[:, None]
+    # Numerators of the softmax are enough: the weights of the chosen are divided by their sum.
+    share = tl.exp(scores - tl.max(scores, axis=1)[:, None])
+    # As whole numbers, the bits of numbers from 0 on are in the same order, and a warp finds the largest at once. NaN
+    # counts as 0 here: it must not lead astray, nor any expert be taken twice.
+    left = tl.where(share == share, share, 0.0).to(tl.int32, bitcast=True)
+    slot, total = tl.arange(0, SLOTS)[None, :], tl.zeros(row.shape, tl.float32)
+    chosen = tl.zeros((row.shape[0], SLOTS), tl.int32)
+    kept = tl.zeros((row.shape[0], SLOTS), tl.float32)
+    for i in tl.static_range(TOP):
+        best = tl.max(left, axis=1)
+        first = tl.min(tl.where(left == best[:, None], e, E), axis=1)
+        left = tl.where(e == first[:, None], -1, left)
+        best = best.to(tl.float32, bitcast=True)
+        chosen, kept = tl.where(slot == i, first[:, None], chosen), tl.where(slot == i, best[:, None], kept)
+        total += best
+    pair, mine = row[:, None] * TOP + slot, live[:, None] & (slot < TOP)
+    scale = tl.load(per_expert + chosen).to(tl.float32)
+    if PLACE > 0:
+        place = tl.atomic_add(counts + chosen, 1, mask=mine, sem="relaxed")
+    tl.store(index + pair, chosen.to(tl.int64), mask=mine)
+    tl.store(weight + pair, kept / total[:, None] * scale, mask=mine)
+    if PLACE > 0:
+        at = chosen * rows + place
+        tl.store(lists + at, pair.to(tl.int32), mask=mine)
+        opens = mine & (place > 0) & (place % PLACE == 0)
+        begun = tl.atomic_add(counts + E + chosen * 0, 1, mask=opens, sem="relaxed")
+        tl.store(beyond + begun, at, mask=opens)
+
+
 @triton.jit(do_not_specialize=["rows"])
-def _scores_kernel(x, proj, scale, part, square, rows, width, E: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr,
-                   BLOCK: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
-    """One part of (x scale) [N, D] times proj [E, D], and of the sum of squares of x"""
+def _scores_kernel(x, proj, scale, part, square, per_expert, index, weight, lists, counts, beyond, rows, width, eps,
+                   E: tl.constexpr, TOP: tl.constexpr, SLOTS: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
+                   ROWS: tl.constexpr, BLOCK: tl.constexpr, PLACE: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
+    """One part of (x scale) [N, D] times proj [E, D], and of the sum of squares of x. Where PLACE is not 0, the last
+    program of some rows picks for them and places what it has picked."""
     blocks = tl.cdiv(rows, ROWS)
-    row, which = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS), tl.program_id(0) // blocks
+    block, which = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    row = block * ROWS + tl.arange(0, ROWS)
     e = tl.arange(0, E)
     live = row < rows
     acc = tl.zeros((E, ROWS), tl.float32)
@@ -78,29 +141,20 @@ def _scores_kernel(x, proj, scale, part, square, rows, width, E: tl.constexpr, P
     place = which.to(tl.int64) * rows + row
     tl.store(square + place, squares, mask=live)
     tl.store(part + place[:, None] * E + e[None, :], tl.trans(acc), mask=live[:, None])
+    if PLACE > 0:  # noqa: SIM102  # there are no counters otherwise
+        if is_last(counts + E + 1 + block, PARTS):
+            _pick(part, square, per_expert, index, weight, lists, counts, beyond, row.to(tl.int64), rows, width, eps, E,
+                  TOP, SLOTS, PARTS, PLACE)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows", "parts"])
-def _pick_kernel(part, square, per_expert, index, weight, rows, width, eps, parts, E: tl.constexpr, TOP: tl.constexpr,
-                 SLOTS: tl.constexpr, PARTS: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["rows"])
+def _pick_kernel(part, square, per_expert, index, weight, lists, counts, beyond, rows, width, eps, E: tl.constexpr,
+                 TOP: tl.constexpr, SLOTS: tl.constexpr, PARTS: tl.constexpr, PLACE: tl.constexpr,
+                 HOPPER: tl.constexpr):  # fmt: skip
     ready(HOPPER)
-    row, e = tl.program_id(0).to(tl.int64), tl.arange(0, E)
-    place, real = tl.arange(0, PARTS) * rows + row, tl.arange(0, PARTS) < parts
-    scores = tl.sum(tl.load(part + place[:, None] * E + e[None, :], mask=real[:, None], other=0.0), axis=0)
-    squares = tl.sum(tl.load(square + place, mask=real, other=0.0))
-    scores *= 1.0 / (tl.sqrt(squares / width + eps) * tl.sqrt(width.to(tl.float32)))
-    # Numerators of the softmax are enough: the weights of the chosen are divided by their sum.
-    left = tl.exp(scores - tl.max(scores))
-    slot = tl.arange(0, SLOTS)
-    chosen, kept = tl.zeros((SLOTS,), tl.int32), tl.zeros((SLOTS,), tl.float32)
-    for i in tl.static_range(TOP):
-        best = tl.max(left)
-        at = tl.min(tl.where(left == best, e, E - 1))  # NaN equals nothing, and must not lead astray
-        chosen, kept = tl.where(slot == i, at, chosen), tl.where(slot == i, best, kept)
-        left = tl.where(e == at, -1.0, left)
-    kept = kept / tl.sum(kept) * tl.load(per_expert + chosen).to(tl.float32)
-    tl.store(index + row * TOP + slot, chosen.to(tl.int64), mask=slot < TOP)
-    tl.store(weight + row * TOP + slot, kept, mask=slot < TOP)
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    _pick(part, square, per_expert, index, weight, lists, counts, beyond, row, rows, width, eps, E, TOP, SLOTS, PARTS,
+          PLACE)  # fmt: skip
 
 
 def route(
@@ -113,21 +167,55 @@ def route(
     blocks: Blocks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `fused.route`."""
+    to = _to(x, top_k)
+    _run(x, proj, scale, per_expert_scale, eps, to, 0, blocks or blocks_for(len(x)))
+    return to.chosen, to.weight
+
+
+def place(
+    x: Tensor,
+    proj: Tensor,
+    scale: Tensor,
+    per_expert_scale: Tensor,
+    top_k: int,
+    eps: float,
+    block: int,
+    counts: Tensor,
+    blocks: Blocks | None = None,
+) -> tuple[Tensor, Tensor, Placed]:
+    """As `fused.route` and `routing.place`. counts: `counters_for` zeros, of which the first become `Placed.counts`."""
+    rows, experts = len(x), len(proj)
+    assert counts.numel() >= counters_for(rows, experts), f"{counts.numel()} counters are too few for {rows} tokens"
+    lists = torch.empty(experts, rows, dtype=torch.int32, device=x.device)
+    beyond = torch.empty(most_beyond(rows * top_k, block), dtype=torch.int32, device=x.device)
+    to = _to(x, top_k)._replace(lists=lists, counts=counts, beyond=beyond)
+    _run(x, proj, scale, per_expert_scale, eps, to, block, blocks or blocks_for(rows))
+    return to.chosen, to.weight, Placed(lists, counts, beyond, block, top_k)
+
+
+def _to(x: Tensor, top_k: int) -> To:
+    index = torch.empty(len(x), top_k, dtype=torch.int64, device=x.device)
+    return To(index, torch.empty(len(x), top_k, dtype=torch.float32, device=x.device))
+
+
+def _run(
+    x: Tensor, proj: Tensor, scale: Tensor, per_expert: Tensor, eps: float, to: To, place: int, b: Blocks
+) -> None:  # fmt: skip
+    """`place`: rows of the blocks that pairs are placed for; 0: they are not"""
     x, proj = x.contiguous(), proj.contiguous()
     (rows, width), experts = x.shape, proj.shape[0]
-    b = blocks or blocks_for(rows)
     parts = triton.cdiv(width, b.part)
     part = torch.empty(parts, rows, experts, dtype=torch.float32, device=x.device)
     square = torch.empty(parts, rows, dtype=torch.float32, device=x.device)
+    k = to.chosen.shape[1]
+    sizes = dict(E=experts, TOP=k, SLOTS=triton.next_power_of_2(k), PARTS=parts, **SEPARATE)
     run(
-        _scores_kernel, triton.cdiv(rows, b.rows) * parts, x, proj, scale, part, square, rows, width,
-        E=experts, PART=b.part, ROWS=b.rows, BLOCK=b.depth, num_warps=b.warps,
+        _scores_kernel, triton.cdiv(rows, b.rows) * parts, x, proj, scale, part, square, per_expert, *to,
+        rows, width, eps, PART=b.part, ROWS=b.rows, BLOCK=b.depth, PLACE=place if b.join else 0, num_warps=b.warps,
+        **sizes,
     )  # fmt: skip
-    index = torch.empty(rows, top_k, dtype=torch.int64, device=x.device)
-    weight = torch.empty(rows, top_k, dtype=torch.float32, device=x.device)
-    run(
-        _pick_kernel, rows, part, square, per_expert_scale, index, weight, rows, width, eps, parts,
-        E=experts, TOP=top_k, SLOTS=triton.next_power_of_2(top_k), PARTS=triton.next_power_of_2(parts),
-        num_warps=b.pick_warps,
-    )  # fmt: skip
-    return index, weight
+    if place == 0 or not b.join:
+        run(
+            _pick_kernel, rows, part, square, per_expert, *to, rows, width, eps, PLACE=place, num_warps=b.pick_warps,
+            **sizes,
+        )  # fmt: skip

@@ -3,6 +3,10 @@
 A pair is numbered token × k + slot. Products over experts take blocks of at most `block` rows of one expert. How many
 there are depends on the routing, so there is room for the worst case (`capacity`), and the host never has to know.
 
+Of a canvas or two the pairs are not sorted but placed while they are picked, each into the list of its expert
+(`Placed`), as the next that comes. In which order they come is chance on a GPU, and no result may depend on it: what is
+made of a pair is stored in the pair's own place.
+
 Legend: N tokens, k experts a token, P = N k pairs, E experts.
 """
 
@@ -49,3 +53,39 @@ def route(index: Tensor, experts: int, block: int) -> Routing:
     table[0] = -1
     table[:, : len(rows)] = torch.tensor(rows, dtype=torch.int32).view(-1, 3).t()
     return Routing(order.to(torch.int32).to(index.device), table.to(index.device), block, index.shape[1])
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A block is the first of its expert, the same for any routing, or one of those `beyond`."""
+
+    lists: Tensor  # int32 [E, N]: of each expert the pairs, in any order
+    counts: Tensor  # int32 [E + 1 or more]: of each expert how many, then how many blocks there are beyond the first
+    beyond: Tensor  # int32 [most]: where in `lists`, flat, each of these begins
+    block: int
+    top_k: int
+
+
+def counters_for(tokens: int, experts: int) -> int:
+    """Zeros that placing needs: `Placed.counts`, and one for every 16 tokens by which programs count themselves."""
+    return experts + 1 + -(-tokens // 16)
+
+
+def most_beyond(pairs: int, block: int) -> int:
+    """The most blocks beyond the first of an expert that any routing can need, and room for one at least."""
+    return max(1, (pairs - 1) // block)
+
+
+def place(index: Tensor, experts: int, block: int) -> Placed:
+    """index [N, k], a token's experts all different -> Placed"""
+    flat = index.flatten().cpu()
+    lists = torch.zeros(experts, len(index), dtype=torch.int32)
+    counts = torch.bincount(flat, minlength=experts).tolist()
+    for expert, count in enumerate(counts):
+        lists[expert, :count] = (flat == expert).nonzero().flatten()
+    begin = [e * len(index) + first for e, count in enumerate(counts) for first in range(block, count, block)]
+    beyond = torch.zeros(most_beyond(len(flat), block), dtype=torch.int32)
+    beyond[: len(begin)] = torch.tensor(begin, dtype=torch.int32)
+    found = torch.tensor([*counts, len(begin)], dtype=torch.int32)
+    lists, found, beyond = (t.to(index.device) for t in (lists, found, beyond))
+    return Placed(lists, found, beyond, block, index.shape[1])
