@@ -1,8 +1,11 @@
+import os
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from diffusiongemma.ops.linear import linear
+from diffusiongemma.ops.linear import MKL_VARIABLE, STRICT, ask_for_steady_rows, linear
 
 
 @pytest.fixture(params=[1, 2, 8])
@@ -27,3 +30,18 @@ def test_a_row_keeps_its_bits_whatever_its_neighbours(width: int, out: int, thre
 
 def test_no_rows() -> None:
     assert linear(torch.empty(0, 4), torch.ones(3, 4)).shape == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("maker", "before", "after"),
+    [("GenuineIntel", None, STRICT), ("GenuineIntel", "COMPATIBLE", "COMPATIBLE"), ("AuthenticAMD", None, None)],
+)
+def test_mkl_is_asked_on_intel_unless_the_user_was_first(
+    monkeypatch: pytest.MonkeyPatch, maker: str, before: str | None, after: str | None
+) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: f"vendor_id : {maker}\n")
+    monkeypatch.setenv(MKL_VARIABLE, before or "")  # so that it is put back
+    if before is None:
+        monkeypatch.delenv(MKL_VARIABLE)
+    ask_for_steady_rows()
+    assert os.environ.get(MKL_VARIABLE) == after

@@ -1,18 +1,38 @@
 """Matrix products whose rows do not depend on their neighbours.
 
 A request must give the same text alone or in any batch, so a row of `x @ w.T` may not change its bits when other
-rows join. MKL keeps that promise for multiples of 8 rows, whatever the number of threads; a rest of 1 to 3 rows goes
-through other kernels with another order of summation. So rows are padded to a multiple of 8, which costs next to
-nothing. `tests/ops/test_linear.py` holds the promise.
+rows join. On AMD's processors MKL keeps that promise for multiples of 8 rows, whatever the number of threads; a rest of
+1 to 3 rows goes through other kernels with another order of summation. So rows are padded to a multiple of 8, which
+costs next to nothing. On Intel's it takes other kernels for 8 rows than for 16, and where there is no AVX-512 for more
+rows again, unless it is asked for strict reproducibility, which costs nothing measurable. It reads that wish when it is
+first used, so this module tells it when it is imported. `tests/ops/test_linear.py` holds the promise.
 """
 
 from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 ROWS = 8
+MKL_VARIABLE, STRICT = "MKL_CBWR", "AUTO,STRICT"
+
+
+def ask_for_steady_rows() -> None:
+    """On an Intel processor; what a user has set stays."""
+    try:
+        about = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        about = platform.processor()  # not Linux
+    if "GenuineIntel" in about:
+        os.environ.setdefault(MKL_VARIABLE, STRICT)
+
+
+ask_for_steady_rows()
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
