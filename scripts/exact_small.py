@@ -189,11 +189,10 @@ def placed(got: Placed, index: Tensor) -> list[Part]:
     for expert, count in enumerate(counts.tolist()):
         want[expert, :count] = (flat == expert).nonzero().flatten()
     begin = [e * tokens + at for e, count in enumerate(counts.tolist()) for at in range(got.block, count, got.block)]
-    found = torch.cat([got.counts[: experts + 1].cpu(), got.beyond[: len(begin)].cpu().sort().values])
+    found = torch.cat([got.counts.cpu(), got.beyond[: len(begin)].cpu().sort().values])
     return [
         Part("lists", lists, want, how="equal"),
         Part("counts, blocks beyond", found, torch.tensor([*counts.tolist(), len(begin), *begin]), how="equal"),
-        Part("counters", got.counts[experts + 1 :], torch.zeros_like(got.counts[experts + 1 :]), how="equal"),
     ]
 
 

@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from diffusiongemma.ops import experts_triton, fused, product_triton, router_triton, routing
-from diffusiongemma.ops.router_triton import BLOCKS
 from diffusiongemma.ops.routing import Placed
 from diffusiongemma.ops.tiles import Tile, block_rows, format_of
 from ops.test_product_triton import FORMATS, kept, rows_of, same, tokens
 
 EPS = 1e-6
-WAYS = [BLOCKS, BLOCKS._replace(join=False)]  # one kernel, and one that picks and places after the product
 
 
 def made(rows: int, width: int, experts: int) -> tuple[Tensor, ...]:
@@ -24,20 +22,19 @@ def made(rows: int, width: int, experts: int) -> tuple[Tensor, ...]:
     return tuple(torch.randn(shape, generator=g).to(DEVICE) for shape in shapes)
 
 
-def zeros(tokens: int, experts: int) -> Tensor:
-    return torch.zeros(routing.counters_for(tokens, experts), dtype=torch.int32, device=DEVICE)
+def zeros(experts: int) -> Tensor:
+    return torch.zeros(experts + 1, dtype=torch.int32, device=DEVICE)
 
 
-def check(args: tuple[Tensor, ...], k: int, block: int, blocks: router_triton.Blocks) -> Placed:
+def check(args: tuple[Tensor, ...], k: int, block: int) -> Placed:
     """Bits as from the router alone; each pair once, in its expert's list; the blocks that lists of this length have"""
-    rows, experts = len(args[0]), len(args[1])
-    index, weight, placed = router_triton.place(*args, k, EPS, block, zeros(rows, experts), blocks)
+    experts = len(args[1])
+    index, weight, placed = router_triton.place(*args, k, EPS, block, zeros(experts))
     alone, alone_weight = router_triton.route(*args, k, EPS)
     assert torch.equal(index, alone)
     assert torch.equal(weight.view(torch.int32), alone_weight.view(torch.int32))
     want = routing.place(index, experts, block)
-    assert torch.equal(placed.counts[: experts + 1], want.counts)
-    assert not placed.counts[experts + 1 :].any(), "programs that counted themselves"
+    assert torch.equal(placed.counts, want.counts)
     for ours, theirs, count in zip(placed.lists, want.lists, want.counts.tolist(), strict=False):
         assert torch.equal(ours[:count].sort().values, theirs[:count])
     beyond = int(want.counts[-1])
@@ -45,52 +42,48 @@ def check(args: tuple[Tensor, ...], k: int, block: int, blocks: router_triton.Bl
     return placed
 
 
-@pytest.mark.parametrize("blocks", WAYS)
 @pytest.mark.parametrize(
     ("rows", "width", "experts", "k", "block"), [(1, 64, 16, 2, 16), (40, 320, 32, 4, 4), (33, 600, 16, 3, 5)]
 )
-def test_equals_the_router_and_the_twin(rows, width, experts, k, block, blocks) -> None:
+def test_equals_the_router_and_the_twin(rows, width, experts, k, block) -> None:
     args = made(rows, width, experts)
-    check(args, k, block, blocks)
-    index, weight, _ = router_triton.place(*args, k, EPS, block, zeros(rows, experts), blocks)
+    check(args, k, block)
+    index, weight, _ = router_triton.place(*args, k, EPS, block, zeros(experts))
     want_index, want_weight = fused.route(*args, k, EPS)
     assert torch.equal(index, want_index)
     torch.testing.assert_close(weight, want_weight, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("blocks", WAYS)
-def test_all_tokens_on_the_same_experts(blocks) -> None:
+def test_all_tokens_on_the_same_experts() -> None:
     x, proj, scale, per_expert = made(40, 64, 16)
-    placed = check((x[:1].expand(40, 64).contiguous(), proj, scale, per_expert), 2, 16, blocks)
+    placed = check((x[:1].expand(40, 64).contiguous(), proj, scale, per_expert), 2, 16)
     assert sorted(placed.counts[:16].tolist()) == [0] * 14 + [40, 40]
     assert int(placed.counts[16]) == 4  # two blocks beyond the first for each
 
 
-@pytest.mark.parametrize("blocks", WAYS)
-def test_of_equal_experts_the_first_are_taken(blocks) -> None:
+def test_of_equal_experts_the_first_are_taken() -> None:
     x, proj, scale, per_expert = made(20, 64, 16)
     args = (x, proj[:1].expand(16, 64).contiguous(), scale, per_expert)
-    check(args, 3, 8, blocks)
-    index, _, placed = router_triton.place(*args, 3, EPS, 8, zeros(20, 16), blocks)
+    check(args, 3, 8)
+    index, _, placed = router_triton.place(*args, 3, EPS, 8, zeros(16))
     assert index.tolist() == [[0, 1, 2]] * 20
-    assert placed.counts[:17].tolist() == [20] * 3 + [0] * 13 + [6]
+    assert placed.counts.tolist() == [20] * 3 + [0] * 13 + [6]
 
 
-@pytest.mark.parametrize("blocks", WAYS)
-def test_tokens_that_are_no_numbers_do_not_overflow_a_list(blocks) -> None:
+def test_tokens_that_are_no_numbers_do_not_overflow_a_list() -> None:
     """Experts that are taken twice would: a list has room for every token once."""
     args = made(20, 64, 16)
     args[0][3:], args[0][10:] = torch.nan, torch.inf
-    check(args, 4, 8, blocks)
-    index, weight, _ = router_triton.place(*args, 4, EPS, 8, zeros(20, 16), blocks)
+    check(args, 4, 8)
+    index, weight, _ = router_triton.place(*args, 4, EPS, 8, zeros(16))
     assert index[3:].tolist() == [[0, 1, 2, 3]] * 17
     assert weight[3:].isnan().all()
     assert weight[:3].isfinite().all()
 
 
-def test_too_few_counters() -> None:
-    with pytest.raises(AssertionError, match="counters are too few"):
-        router_triton.place(*made(20, 64, 16), 4, EPS, 8, zeros(20, 16)[:-1])
+def test_counters_of_other_experts() -> None:
+    with pytest.raises(AssertionError, match="16 counters do not fit 16 experts"):
+        router_triton.place(*made(20, 64, 16), 4, EPS, 8, zeros(15))
 
 
 # ---- products ----------------------------------------------------------------------------------------------------

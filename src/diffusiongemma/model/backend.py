@@ -52,7 +52,7 @@ class Ops:
     experts: Callable[..., Tensor]  # `placed`: from `place`, if that knows
     vocab_end: Callable[..., Reading]  # `few`: one position a row; `coldest`: no temperature is below it
     draws: Callable[..., tuple[Tensor, Tensor]]
-    # as `route`, then the experts' weight; `counts`: zeros, `counters_for` so many -> index, weight, and where they are
+    # as `route`, then the experts' weight; `counts`: zeros, E + 1 -> index, weight, and where they are
     place: Callable[..., tuple[Tensor, Tensor, Placed | None]]
     route_one: Callable[..., Routed]  # after_attention and route of up to `few` rows with one new token each
     few: int = 0  # up to so many rows, products take them as they are

@@ -29,7 +29,6 @@ from diffusiongemma.ops.product import Weight
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.quantized import QuantEmbedding, QuantExperts, QuantLinear
 from diffusiongemma.ops.rope import Rope
-from diffusiongemma.ops.routing import counters_for
 from diffusiongemma.ops.vocab import Table
 
 Overlap = Literal["draw", "encode", "denoise"]
@@ -160,7 +159,7 @@ class FusedNetwork:
         experts = self.config.num_experts
         if not self.ops.places(tokens, experts, self.config.top_k_experts):
             return None
-        return torch.zeros(len(self.layers), counters_for(tokens, experts), dtype=torch.int32, device=self.device)
+        return torch.zeros(len(self.layers), experts + 1, dtype=torch.int32, device=self.device)
 
     def _attend(
         self, mode: Literal["encode", "denoise"], layer: FusedLayer, at: int, h: Rows, rope: Rope, batch: Batch

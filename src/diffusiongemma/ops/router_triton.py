@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
-"""The router: norm, product, softmax, the best experts and their weights, in two kernels. Twin of `fused.route`.
-And with the pairs placed in their experts' lists in one kernel (`place`): twin of that and `routing.place`.
+"""The router: norm, product, softmax, the best experts and their weights, in two kernels. Twin of `fused.route`; with
+the pairs placed in their experts' lists by the same two kernels (`place`), twin of that and `routing.place`.
 
 The product is small (256 x 2,816 x 128) but its weights would keep 16 multiprocessors busy for long, so the first
 kernel splits the sum over 176 programs, each of which asks for all it reads at once, and for its weights before the
 kernel ahead of it has ended; the second adds the parts in order and picks, a warp a row, so that no round of the
 picking waits for another warp. Many tokens get larger blocks, so that the weights are not read over and over.
-In one kernel, the last program of a block of rows to end its part picks for them all, again a warp for some rows.
+(One kernel, in which the last program of some rows picks for them all, was slower: 16 programs pick, not 256.)
 
 Bits: a row's sums do not depend on the others. The parts are the same for any number of rows, and operands are
 swapped (experts are the M side of the tensor cores), so that blocks of any size use one kind of instruction. Both ways
@@ -26,8 +26,7 @@ from torch import Tensor
 
 from diffusiongemma.ops.early_triton import ready, run
 from diffusiongemma.ops.kernels import unavailable
-from diffusiongemma.ops.last_triton import is_last
-from diffusiongemma.ops.routing import Placed, counters_for, most_beyond
+from diffusiongemma.ops.routing import Placed, most_beyond
 
 
 class Blocks(NamedTuple):
@@ -36,7 +35,6 @@ class Blocks(NamedTuple):
     depth: int  # of a step
     warps: int
     pick_warps: int
-    join: bool = True  # who places: the last program of some rows, or a kernel of its own that picks too
 
 
 BLOCKS = Blocks(16, 256, 256, 4, 1)
@@ -71,58 +69,12 @@ def supported(x: Tensor, proj: Tensor, top_k: int) -> str | None:
     return None if top_k <= 32 else f"{top_k} experts a token are too many"
 
 
-@triton.jit
-def _pick(part, square, per_expert, index, weight, lists, counts, beyond, row, rows, width, eps, E: tl.constexpr,
-          TOP: tl.constexpr, SLOTS: tl.constexpr, PARTS: tl.constexpr, PLACE: tl.constexpr):  # fmt: skip
-    """The best experts of these rows and their weights, of equal experts the first; and where PLACE, the rows of a
-    block, is not 0: each pair into the list of its expert"""
-    e, live = tl.arange(0, E)[None, :], row < rows
-    scores = tl.zeros((row.shape[0], E), tl.float32)
-    squares = tl.zeros(row.shape, tl.float32)
-    for i in tl.static_range(PARTS):
-        at = i * rows + row
-        # ".cg": other programs of the same launch may have stored them
-        scores += tl.load(part + at[:, None] * E + e, mask=live[:, None], other=0.0, cache_modifier=".cg")
-        squares += tl.load(square + at, mask=live, other=0.0, cache_modifier=".cg")
-    scores *= (1.0 / (tl.sqrt(squares / width + eps) * tl.sqrt(width.to(tl.float32))))[:, None]
-    # Numerators of the softmax are enough: the weights of the chosen are divided by their sum.
-    share = tl.exp(scores - tl.max(scores, axis=1)[:, None])
-    # As whole numbers, the bits of numbers from 0 on are in the same order, and a warp finds the largest at once. NaN
-    # counts as 0 here: it must not lead astray, nor any expert be taken twice.
-    left = tl.where(share == share, share, 0.0).to(tl.int32, bitcast=True)
-    slot, total = tl.arange(0, SLOTS)[None, :], tl.zeros(row.shape, tl.float32)
-    chosen = tl.zeros((row.shape[0], SLOTS), tl.int32)
-    kept = tl.zeros((row.shape[0], SLOTS), tl.float32)
-    for i in tl.static_range(TOP):
-        best = tl.max(left, axis=1)
-        first = tl.min(tl.where(left == best[:, None], e, E), axis=1)
-        left = tl.where(e == first[:, None], -1, left)
-        best = best.to(tl.float32, bitcast=True)
-        chosen, kept = tl.where(slot == i, first[:, None], chosen), tl.where(slot == i, best[:, None], kept)
-        total += best
-    pair, mine = row[:, None] * TOP + slot, live[:, None] & (slot < TOP)
-    scale = tl.load(per_expert + chosen).to(tl.float32)
-    if PLACE > 0:
-        place = tl.atomic_add(counts + chosen, 1, mask=mine, sem="relaxed")
-    tl.store(index + pair, chosen.to(tl.int64), mask=mine)
-    tl.store(weight + pair, kept / total[:, None] * scale, mask=mine)
-    if PLACE > 0:
-        at = chosen * rows + place
-        tl.store(lists + at, pair.to(tl.int32), mask=mine)
-        opens = mine & (place > 0) & (place % PLACE == 0)
-        begun = tl.atomic_add(counts + E + chosen * 0, 1, mask=opens, sem="relaxed")
-        tl.store(beyond + begun, at, mask=opens)
-
-
 @triton.jit(do_not_specialize=["rows"])
-def _scores_kernel(x, proj, scale, part, square, per_expert, index, weight, lists, counts, beyond, rows, width, eps,
-                   E: tl.constexpr, TOP: tl.constexpr, SLOTS: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
-                   ROWS: tl.constexpr, BLOCK: tl.constexpr, PLACE: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
-    """One part of (x scale) [N, D] times proj [E, D], and of the sum of squares of x. Where PLACE is not 0, the last
-    program of some rows picks for them and places what it has picked."""
+def _scores_kernel(x, proj, scale, part, square, rows, width, E: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr,
+                   BLOCK: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
+    """One part of (x scale) [N, D] times proj [E, D], and of the sum of squares of x"""
     blocks = tl.cdiv(rows, ROWS)
-    block, which = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    row = block * ROWS + tl.arange(0, ROWS)
+    row, which = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS), tl.program_id(0) // blocks
     e = tl.arange(0, E)
     live = row < rows
     acc = tl.zeros((E, ROWS), tl.float32)
@@ -141,20 +93,48 @@ def _scores_kernel(x, proj, scale, part, square, per_expert, index, weight, list
     place = which.to(tl.int64) * rows + row
     tl.store(square + place, squares, mask=live)
     tl.store(part + place[:, None] * E + e[None, :], tl.trans(acc), mask=live[:, None])
-    if PLACE > 0:  # noqa: SIM102  # there are no counters otherwise
-        if is_last(counts + E + 1 + block, PARTS):
-            _pick(part, square, per_expert, index, weight, lists, counts, beyond, row.to(tl.int64), rows, width, eps, E,
-                  TOP, SLOTS, PARTS, PLACE)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _pick_kernel(part, square, per_expert, index, weight, lists, counts, beyond, rows, width, eps, E: tl.constexpr,
                  TOP: tl.constexpr, SLOTS: tl.constexpr, PARTS: tl.constexpr, PLACE: tl.constexpr,
                  HOPPER: tl.constexpr):  # fmt: skip
+    """The best experts of a row and their weights, of equal experts the first; and where PLACE, the rows of a block, is
+    not 0: each pair into the list of its expert"""
     ready(HOPPER)
-    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
-    _pick(part, square, per_expert, index, weight, lists, counts, beyond, row, rows, width, eps, E, TOP, SLOTS, PARTS,
-          PLACE)  # fmt: skip
+    row, e = tl.program_id(0).to(tl.int64), tl.arange(0, E)
+    scores, squares = tl.zeros((E,), tl.float32), 0.0
+    for i in tl.static_range(PARTS):
+        at = i * rows + row
+        scores += tl.load(part + at * E + e)
+        squares += tl.load(square + at)
+    scores *= 1.0 / (tl.sqrt(squares / width + eps) * tl.sqrt(width.to(tl.float32)))
+    # Numerators of the softmax are enough: the weights of the chosen are divided by their sum.
+    share = tl.exp(scores - tl.max(scores))
+    # As whole numbers, the bits of numbers from 0 on are in the same order, and a warp finds the largest at once. NaN
+    # counts as 0 here: it must not lead astray, nor any expert be taken twice.
+    left = tl.where(share == share, share, 0.0).to(tl.int32, bitcast=True)
+    slot, total = tl.arange(0, SLOTS), 0.0
+    chosen, kept = tl.zeros((SLOTS,), tl.int32), tl.zeros((SLOTS,), tl.float32)
+    for i in tl.static_range(TOP):
+        best = tl.max(left)
+        first = tl.min(tl.where(left == best, e, E))
+        left = tl.where(e == first, -1, left)
+        best = best.to(tl.float32, bitcast=True)
+        chosen, kept = tl.where(slot == i, first, chosen), tl.where(slot == i, best, kept)
+        total += best
+    pair, mine = row * TOP + slot, slot < TOP
+    scale = tl.load(per_expert + chosen).to(tl.float32)
+    if PLACE > 0:
+        place = tl.atomic_add(counts + chosen, 1, mask=mine, sem="relaxed")
+    tl.store(index + pair, chosen.to(tl.int64), mask=mine)
+    tl.store(weight + pair, kept / total * scale, mask=mine)
+    if PLACE > 0:
+        at = chosen * rows + place
+        tl.store(lists + at, pair.to(tl.int32), mask=mine)
+        opens = mine & (place > 0) & (place % PLACE == 0)
+        begun = tl.atomic_add(counts + E + chosen * 0, 1, mask=opens, sem="relaxed")
+        tl.store(beyond + begun, at, mask=opens)
 
 
 def route(
@@ -183,9 +163,9 @@ def place(
     counts: Tensor,
     blocks: Blocks | None = None,
 ) -> tuple[Tensor, Tensor, Placed]:
-    """As `fused.route` and `routing.place`. counts: `counters_for` zeros, of which the first become `Placed.counts`."""
+    """As `fused.route` and `routing.place`. counts: E + 1 zeros, which become `Placed.counts`."""
     rows, experts = len(x), len(proj)
-    assert counts.numel() >= counters_for(rows, experts), f"{counts.numel()} counters are too few for {rows} tokens"
+    assert counts.numel() == experts + 1, f"{counts.numel()} counters do not fit {experts} experts"
     lists = torch.empty(experts, rows, dtype=torch.int32, device=x.device)
     beyond = torch.empty(most_beyond(rows * top_k, block), dtype=torch.int32, device=x.device)
     to = _to(x, top_k)._replace(lists=lists, counts=counts, beyond=beyond)
@@ -207,15 +187,12 @@ def _run(
     parts = triton.cdiv(width, b.part)
     part = torch.empty(parts, rows, experts, dtype=torch.float32, device=x.device)
     square = torch.empty(parts, rows, dtype=torch.float32, device=x.device)
-    k = to.chosen.shape[1]
-    sizes = dict(E=experts, TOP=k, SLOTS=triton.next_power_of_2(k), PARTS=parts, **SEPARATE)
     run(
-        _scores_kernel, triton.cdiv(rows, b.rows) * parts, x, proj, scale, part, square, per_expert, *to,
-        rows, width, eps, PART=b.part, ROWS=b.rows, BLOCK=b.depth, PLACE=place if b.join else 0, num_warps=b.warps,
-        **sizes,
+        _scores_kernel, triton.cdiv(rows, b.rows) * parts, x, proj, scale, part, square, rows, width,
+        E=experts, PART=b.part, ROWS=b.rows, BLOCK=b.depth, num_warps=b.warps,
     )  # fmt: skip
-    if place == 0 or not b.join:
-        run(
-            _pick_kernel, rows, part, square, per_expert, *to, rows, width, eps, PLACE=place, num_warps=b.pick_warps,
-            **sizes,
-        )  # fmt: skip
+    k = to.chosen.shape[1]
+    run(
+        _pick_kernel, rows, part, square, per_expert, *to, rows, width, eps, E=experts, TOP=k,
+        SLOTS=triton.next_power_of_2(k), PARTS=parts, PLACE=place, num_warps=b.pick_warps, **SEPARATE,
+    )  # fmt: skip

@@ -60,15 +60,10 @@ class Placed:
     """A block is the first of its expert, the same for any routing, or one of those `beyond`."""
 
     lists: Tensor  # int32 [E, N]: of each expert the pairs, in any order
-    counts: Tensor  # int32 [E + 1 or more]: of each expert how many, then how many blocks there are beyond the first
+    counts: Tensor  # int32 [E + 1]: of each expert how many, then how many blocks there are beyond the first
     beyond: Tensor  # int32 [most]: where in `lists`, flat, each of these begins
     block: int
     top_k: int
-
-
-def counters_for(tokens: int, experts: int) -> int:
-    """Zeros that placing needs: `Placed.counts`, and one for every 16 tokens by which programs count themselves."""
-    return experts + 1 + -(-tokens // 16)
 
 
 def most_beyond(pairs: int, block: int) -> int:
