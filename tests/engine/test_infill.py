@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +11,10 @@ from hypothesis import strategies as st
 
 from diffusiongemma.engine import Candidate, Commit, Draft, End, Engine, Metrics, Request, SamplingParams, collect
 from diffusiongemma.engine.candidates import Try, judge
-from diffusiongemma.engine.infill import CONTEXT, NEAR, ladder, plan_infill, spread, widths_to_try
+from diffusiongemma.engine.infill import CONTEXT, NEAR, STEP, ladder, plan_infill, spread, widths_to_try
 from diffusiongemma.engine.params import HolePrompt
 from diffusiongemma.errors import ConfigError, DiffusionGemmaError, InputError
-from diffusiongemma.model import CacheRow
+from diffusiongemma.model import CacheRow, DiffusionGemma
 from diffusiongemma.tasks import format as task_format
 from diffusiongemma.text.exact import encode_exact, exact_text
 from diffusiongemma.text.fim import FimTokens, share
@@ -147,26 +148,49 @@ def test_the_context_is_what_the_model_was_trained_with() -> None:
 
 def test_a_short_prompt_runs_in_as_far_as_the_model_was_trained() -> None:
     kind, params = "fim_suffix_first", SamplingParams.build(steps=3, seed=5, max_new_tokens=20)
-    own = Engine(model(), tokenizer(kind), hole=HolePrompt(60, "0123456789" * 9))
-    (end, *_) = own.model.config.eos_token_ids
-    plain = engine(kind)
+    other = "0123456789" * 20
+    own, plain = Engine(model(), tokenizer(kind), hole=HolePrompt(128, other)), engine(kind)
+    end = tokenizer(kind).special["eos"]
 
     def prompt(of: Engine, before: str, after: str, context: int | None = None) -> tuple[int, ...]:
         (one,) = plan_infill(of, before, after, params, 1, context=context)
         return one.request.prompt
 
+    before = "x = "
+    fills = list[tuple[int, ...]]()
     for context in (None, 20):  # what is seen of the text is less, and the rest is filled all the same
-        seen = prompt(plain, "x = ", "z" * 900, context or 60)
-        assert len(seen) < 60
-        whole = prompt(own, "x = ", "z" * 900, context)
-        missing = 60 - len(seen)
+        seen = prompt(plain, before, "z" * 900, context or 128)
+        whole = prompt(own, before, "z" * 900, context)
+        missing = len(whole) - len(seen)
+        assert 128 - STEP < len(whole) <= 128
         assert whole[missing:] == seen
         assert whole[missing - 1] == end
-        assert tokenizer(kind).decode(whole[: missing - 1]) == ("0123456789" * 9)[-(missing - 1) :]
-    assert prompt(own, "ab" * 90, "cd" * 90) == prompt(plain, "ab" * 90, "cd" * 90, 60)  # nothing is missing
-    own.hole = HolePrompt(60, "01")
+        assert tokenizer(kind).decode(whole[: missing - 1]) == other[-(missing - 1) :]
+    assert prompt(own, "ab" * 90, "cd" * 90) == prompt(plain, "ab" * 90, "cd" * 90, 128)  # nothing is missing
+    for i in range(1, 50):  # as somebody types: what stands before stays the same for a while
+        whole = prompt(own, before + "a" * i, "z" * 900)
+        fills.append(whole[: whole.index(end) + 1])
+    assert 3 <= len(set(fills)) <= 5
+    own.hole = HolePrompt(128, "01")
     assert len(prompt(own, "x", "")) == 3 + len(prompt(plain, "x", ""))  # as much as there is
     own.close()
+
+
+def test_a_run_in_needs_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = DiffusionGemma(replace(model().config, eos_token_ids=())).init_weights(0).eval()
+    with Engine(bare, tokenizer("fim_suffix_first"), hole=HolePrompt(64, "x")) as own:
+        monkeypatch.setattr(own.tokenizer, "special", {**own.tokenizer.special, "eos": None})
+        monkeypatch.delitem(own.tokenizer.special, "eos")
+        with pytest.raises(ConfigError, match="no end-of-text token"):
+            plan_infill(own, "x", "y", SamplingParams.build(max_new_tokens=8), 1)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"context": 3}, {"context": -5, "run_in": "a"}, {"run_in": "a"}, {"context": 64, "run_in": None}]
+)
+def test_what_a_model_cannot_want(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        HolePrompt(**wrong)
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_the_checkpoints_own_settings(tmp_path) -> None:
         with pytest.raises(ConfigError, match="hole: context must be an integer of at least 8 tokens"):
             released_params(tmp_path)
     for wrong, message in (
-        ({"run_in": "x"}, "hole must be an object with `context`"),
+        ({"run_in": "x"}, "run_in has no effect without context"),
         ({"context": 64, "run_in": 3}, "run_in must be a text"),
         ({"length": 3}, "hole must be an object"),
         ([64], "hole must be an object"),

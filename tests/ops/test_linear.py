@@ -1,11 +1,13 @@
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from diffusiongemma.ops.linear import MKL_VARIABLE, STRICT, ask_for_steady_rows, linear
+from diffusiongemma.ops.linear import MKL_VARIABLE, STRICT, ask_for_steady_rows, linear, rows_are_steady
 
 
 @pytest.fixture(params=[1, 2, 8])
@@ -45,3 +47,19 @@ def test_mkl_is_asked_on_intel_unless_the_user_was_first(
         monkeypatch.delenv(MKL_VARIABLE)
     ask_for_steady_rows()
     assert os.environ.get(MKL_VARIABLE) == after
+
+
+def test_who_multiplied_before_is_warned_where_it_matters() -> None:
+    """In a process of its own, as MKL reads the variable once; where rows are steady anyway, nobody is."""
+    code = (
+        "import torch\n"
+        "torch.ones(64, 64) @ torch.ones(64, 64)\n"
+        "from diffusiongemma.ops import linear\n"
+        "print(linear.rows_are_steady(), linear.rows_are_steady())\n"
+    )
+    quiet = {name: value for name, value in os.environ.items() if name != MKL_VARIABLE}
+    ran = subprocess.run([sys.executable, "-c", code], env=quiet, capture_output=True, text=True, check=True)
+    steady = ran.stdout.split()
+    assert len(set(steady)) == 1
+    assert ran.stderr.count(f"{MKL_VARIABLE}={STRICT}") == (steady[0] == "False")
+    assert rows_are_steady()  # here, where the package came first

@@ -50,6 +50,12 @@ def test_raw_and_then_stock_is_quantised_once(model: DiffusionGemma, tmp_path: P
     assert all(torch.allclose(one[n], two[n], rtol=1e-6, atol=0) for n in one)
 
 
+def test_what_a_checkpoint_wants_stays_when_it_is_trained_on(model: DiffusionGemma, tmp_path: Path) -> None:
+    export(model, tmp_path / "out", "bytes", init_from=str(ASSETS / "nano"))
+    for name in ("generation_config.json", "dgemma.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (ASSETS / "nano" / name).read_bytes()
+
+
 def test_a_smaller_export_replaces_a_larger_one(model: DiffusionGemma, tmp_path: Path) -> None:
     save_raw(model, tmp_path, shard_bytes=50_000)
     save_raw(model, tmp_path, shard_bytes=10**9, int8=True)

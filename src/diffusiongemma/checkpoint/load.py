@@ -27,6 +27,7 @@ from diffusiongemma.config import ModelConfig
 from diffusiongemma.errors import CheckpointError, ConfigError
 from diffusiongemma.model import DiffusionGemma
 from diffusiongemma.model.quantize import Scheme, describe, formats_in, int8_runs, shapes_of, use_fast_products
+from diffusiongemma.ops.linear import rows_are_steady
 from diffusiongemma.ops.quant import Format, dequantize_into, quantize_into
 
 log = logging.getLogger(__name__)
@@ -88,6 +89,8 @@ def load_model(
     _fill(model, plan, progress)
     _check_copies(model, plan)
     use_fast_products(model)
+    if target.type == "cpu" and computes_in == torch.float32:
+        rows_are_steady()
     if plan.vision:
         log.info("%d vision tensors are kept aside: this version reads text, images come later", len(plan.vision))
     setattr(model, _SOURCE, Source(folder.absolute(), tuple(sorted(info.name for info in plan.vision))))

@@ -33,7 +33,7 @@ from diffusiongemma.engine.events import Commit, Event, Result
 from diffusiongemma.engine.params import LEAST_CONTEXT, SamplingParams
 from diffusiongemma.engine.request import Request
 from diffusiongemma.engine.worker import Scope
-from diffusiongemma.errors import InputError
+from diffusiongemma.errors import ConfigError, InputError
 from diffusiongemma.text.exact import encode_end, encode_exact, encode_start
 from diffusiongemma.text.fim import CANVASES, FimTokens
 from diffusiongemma.text.tokenizer import Tokenizer
@@ -47,6 +47,7 @@ NEAR = 16  # tokens behind a hole that its score looks at, and that a canvas has
 MAX_CANDIDATES = 16
 SEEDS = 2  # tries a canvas width, where the model ends the middle itself
 CONTEXT = 384  # prompt tokens at most for models of the suffix-first order that do not say what they were trained with,
+STEP = 16  # tokens by which a run-in gets shorter
 AFTER = 0.4  # … and the part of them, or of what is said, that the suffix may take
 
 
@@ -202,13 +203,16 @@ def _near_sides(
 
 
 def _with_run_in(engine: Engine, prompt: tuple[int, ...], room: int) -> tuple[int, ...]:
-    """A shorter prompt than the model was trained with, after the end of something else, closed, as in training."""
+    """A shorter prompt than the model was trained with, after the end of something else, closed, as in training. In
+    steps: a prompt that grows by a word still begins as before, and what is cached of it is of use."""
     hole = engine.hole
-    missing = min(hole.context or 0, room) - len(prompt)
+    missing = (min(hole.context or 0, room) - len(prompt)) // STEP * STEP
     if not hole.run_in or missing <= 0:
         return prompt
-    other = [*encode_exact(engine.tokenizer, hole.run_in), engine.model.config.eos_token_ids[0]]
-    return (*other[-missing:], *prompt)
+    ends = [engine.tokenizer.special[name] for name in ("eos",) if name in engine.tokenizer.special] or engine.ends
+    if not ends:
+        raise ConfigError("this model has no end-of-text token, which must close the run-in of its holes")
+    return (*[*encode_exact(engine.tokenizer, hole.run_in), ends[0]][-missing:], *prompt)
 
 
 def _plan_canvas(

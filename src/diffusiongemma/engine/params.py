@@ -127,6 +127,17 @@ def _number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
+def _hole_problems(context: Any, run_in: Any) -> list[str]:
+    found = []
+    if context is not None and (type(context) is not int or context < LEAST_CONTEXT):
+        found.append(f"context must be an integer of at least {LEAST_CONTEXT} tokens, got {context!r}")
+    if not isinstance(run_in, str):
+        found.append(f"run_in must be a text, got {run_in!r}")
+    elif run_in and context is None:
+        found.append("run_in has no effect without context, up to which it fills")
+    return found
+
+
 @dataclass(frozen=True)
 class HolePrompt:
     """What a model was trained to see before a hole: at most `context` tokens of the text around it (None: it does not
@@ -134,6 +145,11 @@ class HolePrompt:
 
     context: int | None = None
     run_in: str = ""
+
+    def __post_init__(self) -> None:
+        problems = _hole_problems(self.context, self.run_in)
+        if problems:
+            raise ConfigError("these settings of holes cannot be honoured", problems)
 
 
 class Released(NamedTuple):
@@ -167,22 +183,16 @@ def released_params(folder: Path) -> Released:
     if svg_mode not in ("diffusion", "ar"):
         problems.append(f"svg_mode must be 'diffusion' or 'ar', got {svg_mode!r}")
     if "hole" in own:
-        problems += _hole_problems(own["hole"])
-        hole = hole if problems else HolePrompt(**own["hole"])
+        said = own["hole"]
+        if isinstance(said, Mapping) and said.keys() <= {"context", "run_in"}:
+            found = _hole_problems(said.get("context"), said.get("run_in", ""))
+            problems += [f"hole: {problem}" for problem in found]
+            hole = hole if found else HolePrompt(**said)
+        else:
+            problems.append(f"hole must be an object with `context` and perhaps `run_in`, got {said!r}")
     if problems:
         raise ConfigError(f"{folder / 'dgemma.json'} cannot be honoured", problems)
     return Released(SamplingParams.build(**options), tuple(t for t in ids if type(t) is int), svg_mode, hole)
-
-
-def _hole_problems(said: Any) -> list[str]:
-    if not isinstance(said, Mapping) or not {"context"} <= said.keys() <= {"context", "run_in"}:
-        return [f"hole must be an object with `context` and perhaps `run_in`, got {said!r}"]
-    found, context = [], said["context"]
-    if type(context) is not int or context < LEAST_CONTEXT:
-        found.append(f"hole: context must be an integer of at least {LEAST_CONTEXT} tokens, got {context!r}")
-    if not isinstance(said.get("run_in", ""), str):
-        found.append(f"hole: run_in must be a text, got {said['run_in']!r}")
-    return found
 
 
 def _read_object(file: Path) -> Mapping[str, Any]:

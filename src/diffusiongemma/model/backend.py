@@ -24,6 +24,7 @@ from diffusiongemma.ops.routing import Placed
 from diffusiongemma.ops.tiles import block_rows, format_of
 from diffusiongemma.ops.vocab import Reading, Rules, Table
 
+LEAST_EXPERTS = 16  # that the router's kernels can choose from
 VENDOR_ROWS = 64  # from so many rows on, a bfloat16 product is the vendor's
 VENDOR_ROWS_FP8 = 256  # the same for fp8, of matrices that are wider than deep; of others from four times as many on
 
@@ -53,14 +54,15 @@ class Ops:
     vocab_end: Callable[..., Reading]  # `few`: one position a row; `coldest`: no temperature is below it
     draws: Callable[..., tuple[Tensor, Tensor]]
     # as `route`, then the experts' weight; `counts`: zeros, E + 1 -> index, weight, and where they are
-    place: Callable[..., tuple[Tensor, Tensor, Placed | None]]
+    place: Callable[..., tuple[Tensor, Tensor, Placed]]
     route_one: Callable[..., Routed]  # after_attention and route of up to `few` rows with one new token each
     few: int = 0  # up to so many rows, products take them as they are
     placing: int = 512  # up to so many tokens, pairs are placed while they are picked; of more they are sorted
 
     def places(self, tokens: int, experts: int, top_k: int) -> bool:
-        """Is `place` used? Not where most experts have no token: all of them have a first block there."""
-        return self.few < tokens <= self.placing and tokens * top_k >= experts
+        """Is `place` used? Not where most experts have no token: all of them have a first block there. Nor where there
+        are too few experts for its kernel."""
+        return self.few < tokens <= self.placing and LEAST_EXPERTS <= experts <= tokens * top_k
 
     def quant_for(self, rows: int, weight: Weight) -> torch.dtype | None:
         """What so many rows are rounded to for a product with this weight"""
@@ -166,14 +168,12 @@ def triton_ops(exact: bool = False, few: bool = True) -> Ops:
 
     def route(x: Tensor, proj: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         # Tensor cores want 16 columns at least; so few experts as in the embedded model are quickly done without.
-        kernel = proj.shape[0] >= 16
+        kernel = proj.shape[0] >= LEAST_EXPERTS
         return router_triton.route(x, proj, *rest) if kernel else fused.route(x, proj, *rest)
 
     def place(
         x: Tensor, proj: Tensor, scale: Tensor, per_expert: Tensor, k: int, eps: float, up: Weight, *, counts: Tensor
-    ) -> tuple[Tensor, Tensor, Placed | None]:
-        if len(proj) < 16:
-            return *fused.route(x, proj, scale, per_expert, k, eps), None
+    ) -> tuple[Tensor, Tensor, Placed]:
         block = block_rows(len(x) * k, len(proj), format_of(up[0]))
         return router_triton.place(x, proj, scale, per_expert, k, eps, block, counts)
 

@@ -159,7 +159,10 @@ class FusedNetwork:
         experts = self.config.num_experts
         if not self.ops.places(tokens, experts, self.config.top_k_experts):
             return None
-        return torch.zeros(len(self.layers), experts + 1, dtype=torch.int32, device=self.device)
+        # Rows begin at multiples of 16 bytes: for a pointer that does not, Triton would compile every kernel once more.
+        apart = -(-(experts + 1) // 4) * 4
+        counts = torch.zeros(len(self.layers), apart, dtype=torch.int32, device=self.device)
+        return counts[:, : experts + 1]
 
     def _attend(
         self, mode: Literal["encode", "denoise"], layer: FusedLayer, at: int, h: Rows, rope: Rope, batch: Batch

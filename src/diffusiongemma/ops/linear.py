@@ -5,13 +5,16 @@ rows join. On AMD's processors MKL keeps that promise for multiples of 8 rows, w
 1 to 3 rows goes through other kernels with another order of summation. So rows are padded to a multiple of 8, which
 costs next to nothing. On Intel's it takes other kernels for 8 rows than for 16, and where there is no AVX-512 for more
 rows again, unless it is asked for strict reproducibility, which costs nothing measurable. It reads that wish when it is
-first used, so this module tells it when it is imported. `tests/ops/test_linear.py` holds the promise.
+first used, so this module tells it when it is imported; who multiplied before is warned when a model is loaded.
+`tests/ops/test_linear.py` holds the promise.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -20,6 +23,8 @@ from torch import Tensor, nn
 
 ROWS = 8
 MKL_VARIABLE, STRICT = "MKL_CBWR", "AUTO,STRICT"
+
+log = logging.getLogger(__name__)
 
 
 def ask_for_steady_rows() -> None:
@@ -33,6 +38,22 @@ def ask_for_steady_rows() -> None:
 
 
 ask_for_steady_rows()
+
+
+@cache
+def rows_are_steady() -> bool:
+    """Whether 8 rows have the same bits among 16 here; if not, a warning says what to do."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(2 * ROWS, 224, generator=generator), torch.randn(512, 224, generator=generator)
+    steady = torch.equal(F.linear(x[:ROWS], weight), F.linear(x, weight)[:ROWS])
+    if not steady:
+        log.warning(
+            "on this CPU a text may depend, in the last bit, on what runs beside it: start with %s=%s in the "
+            "environment, or import diffusiongemma.ops.linear before torch multiplies anything",
+            MKL_VARIABLE,
+            STRICT,
+        )
+    return steady
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:

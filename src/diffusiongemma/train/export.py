@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from diffusiongemma.model.quantize import Scheme
 from diffusiongemma.ops.quant import dequantize, quantize
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+SETTINGS_FILES = ("generation_config.json", "dgemma.json")  # how a checkpoint wants to be used
 SHARD_BYTES = 15 << 20
 _SCALE = ".scale"  # raw shards: after the name of a weight in int8
 
@@ -33,9 +35,15 @@ def rebuild(config: ModelConfig, weights: dict[str, Tensor]) -> DiffusionGemma:
 
 
 def export(
-    model: DiffusionGemma, folder: Path, tokenizer: str, shard_bytes: int = SHARD_BYTES, int8: bool = False
+    model: DiffusionGemma,
+    folder: Path,
+    tokenizer: str,
+    shard_bytes: int = SHARD_BYTES,
+    int8: bool = False,
+    init_from: str = "",
 ) -> None:
-    """Write shards in bfloat16 or int8, config and tokenizer. Without what the checkpoint package needs: raw shards."""
+    """Write shards in bfloat16 or int8, config and tokenizer, and the settings of the checkpoint that was begun with.
+    Without what the checkpoint package needs: raw shards."""
     try:
         from diffusiongemma.checkpoint import save_model
     except ImportError as error:
@@ -45,9 +53,16 @@ def export(
         quant = "int8" if int8 else None
         save_model(model, folder, dtype="bfloat16", max_shard_bytes=shard_bytes, overwrite=True, quantize=quant)
     if tokenizer != "bytes":
-        for name in TOKENIZER_FILES:
-            if (Path(tokenizer) / name).is_file():
-                shutil.copyfile(Path(tokenizer) / name, folder / name)
+        _copy(Path(tokenizer), TOKENIZER_FILES, folder)
+    if init_from:
+        _copy(Path(init_from), SETTINGS_FILES, folder)
+
+
+def _copy(source: Path, names: Sequence[str], folder: Path) -> None:
+    """Those that are there"""
+    for name in names:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
 
 
 def save_raw(model: DiffusionGemma, folder: Path, shard_bytes: int = SHARD_BYTES, int8: bool = False) -> None:

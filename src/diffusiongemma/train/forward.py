@@ -166,13 +166,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None)
 
 def _windowed(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     """`attend`, causal, where a token sees itself and the `window - 1` before it; `_masked` says the same slowly"""
-    if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16):
+    if not _has_flash(q):
         return _masked(q, k, v, window)
     # torch's public attention has no window but by a mask, which keeps it off this kernel.
     length, span = q.shape[1], {"window_size_left": window - 1, "window_size_right": 0}
     flash = torch.ops.aten._flash_attention_forward
     out: Tensor = flash(q, k, v, None, None, length, length, 0.0, True, False, scale=1.0, **span)[0]
     return out
+
+
+def _has_flash(q: Tensor) -> bool:
+    halves, head = q.dtype in (torch.bfloat16, torch.float16), q.shape[-1]
+    fits = q.is_cuda and halves and head <= 256 and head % 8 == 0
+    return fits and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:

@@ -309,5 +309,5 @@ class Trainer:
         plot(self.out)
         buffers = dict(self.model.named_buffers())
         model = rebuild(self.model.config, {**self.optimizer.averaged(), **buffers})
-        export(model, self.out / "model", self.recipe.tokenizer)
+        export(model, self.out / "model", self.recipe.tokenizer, init_from=self.recipe.init_from)
         self.report.say(f"step {self.step}, {100 * self.progress():.1f}%: {self.out / 'model'}")
