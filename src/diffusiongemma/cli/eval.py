@@ -84,7 +84,7 @@ def infill(
         str, typer.Option(help="likeliest, or middle: the one most like all others, weighed by likelihood.")
     ] = "likeliest",
     context: Annotated[
-        int | None, typer.Option(min=8, help="Tokens of the text around a hole at most (what the model was trained with).")
+        int | None, typer.Option(min=8, help="Tokens around a hole at most (what the model was trained with).")
     ] = None,
     canvas: Annotated[int | None, typer.Option(min=8, help="Width of the canvas (64; for several lines 128).")] = None,
     options: EvalOptions,
