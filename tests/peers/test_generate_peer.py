@@ -35,7 +35,7 @@ CALM: dict[str, Any] = dict(
 
 def test_transformers_reads_the_embedded_models_settings() -> None:
     theirs = stock_generation.DiffusionGemmaGenerationConfig.from_pretrained(ASSETS / "nano")
-    ours, ends, _ = released_params(ASSETS / "nano")
+    ours, ends, *_ = released_params(ASSETS / "nano")
     assert isinstance(theirs.sampler_config, EntropyBoundSamplerConfig)
     assert theirs.sampler_config.entropy_bound == ours.entropy_bound
     assert (theirs.max_denoising_steps, theirs.t_min, theirs.t_max) == (ours.steps, ours.t_min, ours.t_max)
