@@ -47,8 +47,8 @@ NEAR = 16  # tokens behind a hole that its score looks at, and that a canvas has
 MAX_CANDIDATES = 16
 SEEDS = 2  # tries a canvas width, where the model ends the middle itself
 CONTEXT = 384  # prompt tokens at most for models of the suffix-first order that do not say what they were trained with,
-STEP = 16  # tokens by which a run-in gets shorter
 AFTER = 0.4  # … and the part of them, or of what is said, that the suffix may take
+STEP = 16  # tokens by which a run-in gets shorter
 
 
 @dataclass(frozen=True)
@@ -209,10 +209,10 @@ def _with_run_in(engine: Engine, prompt: tuple[int, ...], room: int) -> tuple[in
     missing = (min(hole.context or 0, room) - len(prompt)) // STEP * STEP
     if not hole.run_in or missing <= 0:
         return prompt
-    ends = [engine.tokenizer.special[name] for name in ("eos",) if name in engine.tokenizer.special] or engine.ends
-    if not ends:
+    end = engine.tokenizer.special.get("eos", next(iter(engine.ends), None))
+    if end is None:
         raise ConfigError("this model has no end-of-text token, which must close the run-in of its holes")
-    return (*[*encode_exact(engine.tokenizer, hole.run_in), ends[0]][-missing:], *prompt)
+    return (*[*encode_exact(engine.tokenizer, hole.run_in), end][-missing:], *prompt)
 
 
 def _plan_canvas(

@@ -127,17 +127,6 @@ def _number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
-def _hole_problems(context: Any, run_in: Any) -> list[str]:
-    found = []
-    if context is not None and (type(context) is not int or context < LEAST_CONTEXT):
-        found.append(f"context must be an integer of at least {LEAST_CONTEXT} tokens, got {context!r}")
-    if not isinstance(run_in, str):
-        found.append(f"run_in must be a text, got {run_in!r}")
-    elif run_in and context is None:
-        found.append("run_in has no effect without context, up to which it fills")
-    return found
-
-
 @dataclass(frozen=True)
 class HolePrompt:
     """What a model was trained to see before a hole: at most `context` tokens of the text around it (None: it does not
@@ -147,7 +136,13 @@ class HolePrompt:
     run_in: str = ""
 
     def __post_init__(self) -> None:
-        problems = _hole_problems(self.context, self.run_in)
+        context, run_in, problems = self.context, self.run_in, []
+        if context is not None and (type(context) is not int or context < LEAST_CONTEXT):
+            problems.append(f"context must be an integer of at least {LEAST_CONTEXT} tokens, got {context!r}")
+        if type(run_in) is not str:
+            problems.append(f"run_in must be a text, got {run_in!r}")
+        elif run_in and context is None:
+            problems.append("run_in has no effect without context, up to which it fills")
         if problems:
             raise ConfigError("these settings of holes cannot be honoured", problems)
 
@@ -183,13 +178,12 @@ def released_params(folder: Path) -> Released:
     if svg_mode not in ("diffusion", "ar"):
         problems.append(f"svg_mode must be 'diffusion' or 'ar', got {svg_mode!r}")
     if "hole" in own:
-        said = own["hole"]
-        if isinstance(said, Mapping) and said.keys() <= {"context", "run_in"}:
-            found = _hole_problems(said.get("context"), said.get("run_in", ""))
-            problems += [f"hole: {problem}" for problem in found]
-            hole = hole if found else HolePrompt(**said)
-        else:
-            problems.append(f"hole must be an object with `context` and perhaps `run_in`, got {said!r}")
+        try:
+            hole = HolePrompt(**own["hole"])
+        except TypeError:
+            problems.append(f"hole must be an object with `context` and perhaps `run_in`, got {own['hole']!r}")
+        except ConfigError as error:
+            problems += [f"hole: {problem}" for problem in error.problems]
     if problems:
         raise ConfigError(f"{folder / 'dgemma.json'} cannot be honoured", problems)
     return Released(SamplingParams.build(**options), tuple(t for t in ids if type(t) is int), svg_mode, hole)

@@ -161,7 +161,6 @@ def place(
     eps: float,
     block: int,
     counts: Tensor,
-    blocks: Blocks | None = None,
 ) -> tuple[Tensor, Tensor, Placed]:
     """As `fused.route` and `routing.place`. counts: E + 1 zeros, which become `Placed.counts`."""
     rows, experts = len(x), len(proj)
@@ -169,7 +168,7 @@ def place(
     lists = torch.empty(experts, rows, dtype=torch.int32, device=x.device)
     beyond = torch.empty(most_beyond(rows * top_k, block), dtype=torch.int32, device=x.device)
     to = _to(x, top_k)._replace(lists=lists, counts=counts, beyond=beyond)
-    _run(x, proj, scale, per_expert_scale, eps, to, block, blocks or blocks_for(rows))
+    _run(x, proj, scale, per_expert_scale, eps, to, block, blocks_for(rows))
     return to.chosen, to.weight, Placed(lists, counts, beyond, block, top_k)
 
 
