@@ -376,7 +376,7 @@ def small_cases() -> Iterator[Case]:
 def sweep_cases() -> Iterator[Case]:
     blocks = attention_triton.Blocks
     sliding = [(128, 64, 4, 8, 3), (128, 64, 2, 8, 3), (128, 64, 8, 8, 3), (128, 32, 4, 8, 4), (128, 32, 4, 8, 6)]
-    sliding += [(64, 64, 2, 4, 3), (64, 64, 1, 4, 3), (64, 32, 4, 4, 3), (64, 32, 2, 4, 6)]
+    sliding += [(64, 64, 2, 4, 3), (64, 64, 1, 4, 3), (64, 32, 4, 4, 3), (64, 32, 4, 4, 3, True), (64, 32, 2, 4, 6)]
     for layout in sliding:
         for length, users in ((512, 1), (1023, 1), (512, 8)):
             name = f"sweep sliding {length} x{users} {layout}"

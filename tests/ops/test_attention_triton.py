@@ -23,6 +23,7 @@ from diffusiongemma.ops.rows_triton import quantize_rows
 FP32, BF16 = torch.float32, torch.bfloat16
 SMALL = Blocks(queries=16, keys=16, parts=1, warps=4, stages=2)
 SPLIT = Blocks(queries=16, keys=16, parts=4, warps=4, stages=2)
+TURNS = SPLIT._replace(whole=True)  # one program has all parts
 HELD = Blocks(queries=64, keys=16, parts=2, warps=4, stages=2)  # queries in registers
 WIDE = WideBlocks(queries=16, keys=32, width=16, parts=2, depth=16, score_warps=4, score_stages=2, warps=4, stages=2)
 WHOLE = WIDE._replace(keys=16, parts=1)
@@ -52,7 +53,17 @@ def make(rows, heads=4, kv_heads=2, size=16, slots=15, dtype=FP32, seed=0):
 
 @pytest.mark.parametrize(
     ("blocks", "dtype"),
-    [(SMALL, FP32), (SPLIT, FP32), (HELD, FP32), (None, BF16), (WIDE, FP32), (WIDE, BF16), (WHOLE, FP32)],
+    [
+        (SMALL, FP32),
+        (SPLIT, FP32),
+        (TURNS, FP32),
+        (HELD, FP32),
+        (HELD._replace(whole=True), BF16),
+        (None, BF16),
+        (WIDE, FP32),
+        (WIDE, BF16),
+        (WHOLE, FP32),
+    ],
 )
 @pytest.mark.parametrize(
     ("rows", "heads", "kv_heads", "size", "slots", "causal", "window"),
@@ -96,7 +107,9 @@ def test_the_definition_is_that_of_single_rows(causal, slots) -> None:
         torch.testing.assert_close(whole[own], alone, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("causal", "blocks"), [(False, None), (True, SPLIT), (False, WIDE), (True, WIDE)])
+@pytest.mark.parametrize(
+    ("causal", "blocks"), [(False, None), (True, SPLIT), (True, TURNS), (False, WIDE), (True, WIDE)]
+)
 def test_a_row_has_the_same_bits_alone_and_in_a_batch(causal, blocks) -> None:
     window, slots = (None, 64) if blocks is WIDE else (15, 15)
     q, k, v, prefix, new = make(MIXED, slots=slots)
@@ -107,6 +120,43 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(causal, blocks) -> None:
         begin = torch.tensor([0, own.stop - own.start], dtype=torch.int32, device=DEVICE)
         alone = attention_triton.attend(q[own], k[own], v[own], one, New(begin, new.most), causal, window, blocks)
         assert torch.equal(alone, whole[own])
+
+
+@pytest.mark.parametrize("split", [SPLIT, HELD, SPLIT._replace(parts=8, keys=32)])
+@pytest.mark.parametrize("rows", [MIXED, [(70, 40), (0, 1)], [(3, 9), (0, 0), (20, 17)]])
+@pytest.mark.parametrize(("causal", "window", "slots"), [(False, 15, 15), (True, 16, 15), (True, None, 80)])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_all_parts_in_one_program_give_the_bits_of_split_keys(dtype, causal, window, slots, rows, split) -> None:
+    """Also where some parts are empty: more parts than tiles, tiles that a causal query does not see."""
+    q, k, v, prefix, new = make(rows, size=64, slots=slots, dtype=dtype)
+    want = attention_triton.attend(q, k, v, prefix, new, causal, window, split)
+    got = attention_triton.attend(q, k, v, prefix, new, causal, window, split._replace(whole=True))
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("quant", [None, FP8])
+@pytest.mark.parametrize("causal", [False, True])
+def test_keys_are_split_where_the_card_is_not_full(causal, quant, monkeypatch) -> None:
+    """Alone and in a batch a row goes other ways, and has the same bits."""
+    rows = [(40, 33), (7, 70), (0, 40), (15, 64)]
+    q, k, v, prefix, new = make(rows, dtype=BF16)
+    launched = []
+
+    def run(kernel, programs, *args, **options):
+        launched.append((programs, options["WHOLE"]))
+        early_triton.run(kernel, programs, *args, **options)
+
+    monkeypatch.setattr(attention_triton, "run", run)
+    monkeypatch.setattr(attention_triton, "multiprocessors", lambda device: 8)  # 12 programs fill it
+    whole = attention_triton.attend_rows(q, k, v, prefix, New(new.begin, 70), causal, 15, quant)
+    assert launched.pop() == (10 * 2, True)  # blocks of 32 tokens, at most; K/V heads
+    for b, (_, count) in enumerate(rows):
+        own = slice(int(new.begin[b]), int(new.begin[b + 1]))
+        one = Prefix(prefix.keys, prefix.values, prefix.row[b : b + 1], prefix.length[b : b + 1])
+        begin = torch.tensor([0, count], dtype=torch.int32, device=DEVICE)
+        alone = attention_triton.attend_rows(q[own], k[own], v[own], one, New(begin, count), causal, 15, quant)
+        assert launched.pop() == (-(-count // 32) * 2 * 4, False)
+        assert torch.equal(alone.wide(), whole.wide()[own])
 
 
 @pytest.mark.parametrize("rows", [MIXED, [(3, 9), (0, 0), (20, 17), (0, 0)], [(0, 1), (5, 1)], [(0, 8), (5, 8)]])
@@ -141,7 +191,7 @@ def test_wide_heads_take_turns_where_room_is_short(monkeypatch) -> None:
     torch.testing.assert_close(attention_triton.attend(q, k, v, prefix, new, True, None, WIDE), whole, atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("blocks", [SPLIT, WIDE])
+@pytest.mark.parametrize("blocks", [SPLIT, TURNS, WIDE])
 def test_room_that_is_not_used(blocks) -> None:
     """A graph is recorded for the most there may be: more tokens than the rows have, more slots than are filled."""
     q, k, v, prefix, new = make(MIXED, slots=64)
@@ -151,7 +201,7 @@ def test_room_that_is_not_used(blocks) -> None:
     torch.testing.assert_close(got[: len(q)], want, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("blocks", [SMALL, SPLIT, WIDE, WHOLE, SPLIT._replace(parts=8)])
+@pytest.mark.parametrize("blocks", [SMALL, SPLIT, TURNS, WIDE, WHOLE, SPLIT._replace(parts=8)])
 def test_rows_for_the_next_product(blocks) -> None:
     """The bits of attention followed by the rounding to fp8, whether the join does it or not."""
     slots, window = (64, None) if isinstance(blocks, WideBlocks) else (15, 16)
@@ -168,7 +218,7 @@ def test_rows_for_the_next_product(blocks) -> None:
         assert float((got.wide() - twin.wide()).norm() / twin.wide().norm()) < 0.03
 
 
-@pytest.mark.parametrize("blocks", [SMALL, SPLIT, WIDE, None])
+@pytest.mark.parametrize("blocks", [SMALL, SPLIT, TURNS, WIDE, None])
 @pytest.mark.parametrize("quant", [None, FP8])
 @pytest.mark.parametrize("rows", [MIXED, [(40, 1), (15, 1), (3, 1)], [(20, 0), (3, 2)]])
 def test_new_tokens_are_kept_after_they_were_seen(rows, quant, blocks) -> None:

@@ -4,7 +4,9 @@
 A program has some queries of one row and one K/V head (the heads of a group are more queries of it) and goes over the
 row's cached slots, then over its new tokens, with a running softmax. Keys are split over several programs, because one
 canvas has too few queries to fill the card; how they are split depends on the row's own length and not on the batch,
-and the parts are put together in order: a row gets the same bits alone and in a batch.
+and the parts are put together in order: a row gets the same bits alone and in a batch. Many canvases fill the card as
+they are: there one program has all parts, one after another, and puts them together itself while they lie in the cache.
+Both ways are the same lines, and no product is fused with a sum unless it says so.
 
 Everything that changes from step to step (lengths, which row, where tokens begin) is read on the device; the grid is
 made for the most there may be, and programs without work end at once.
@@ -23,16 +25,17 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from diffusiongemma.ops.attention_cached import New, Prefix, check
-from diffusiongemma.ops.attention_join_triton import join
+from diffusiongemma.ops.attention_join_triton import NOTHING, PIECE, SEPARATE, join, joined, next_part, put
 from diffusiongemma.ops.attention_wide_triton import WideBlocks, attend_wide, wide_blocks
-from diffusiongemma.ops.early_triton import ready, run
+from diffusiongemma.ops.early_triton import multiprocessors, ready, run
 from diffusiongemma.ops.fused import Rows
 from diffusiongemma.ops.kernels import unavailable
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.rows_triton import quantize_rows
 
 LOG2E = tl.constexpr(1.4426950408889634)
-NOTHING = tl.constexpr(-1e30)  # the largest score of a query that has seen no key yet: finite, so that no NaN appears
+JOINED = tl.constexpr(64)  # numbers of a head that a program with all parts joins at once
+FULL = 1.5  # programs a multiprocessor from which on keys are not split: four canvases on an H200
 
 
 class Blocks(NamedTuple):
@@ -41,6 +44,7 @@ class Blocks(NamedTuple):
     parts: int  # a power of two
     warps: int
     stages: int
+    whole: bool = False  # a program has all parts of its queries
 
 
 def blocks_for(head_dim: int, one: bool, itemsize: int = 2) -> Blocks:
@@ -78,11 +82,11 @@ def _tile(q, k, v, seen, acc, top, total, CAUSAL: tl.constexpr):
     if CAUSAL:
         s = tl.where(seen, s * LOG2E, float("-inf"))
     else:
-        s = s * LOG2E + tl.where(seen, 0.0, float("-inf"))[None, :]  # one operation a score
+        s = tl.fma(s, LOG2E, tl.where(seen, 0.0, float("-inf"))[None, :])  # one operation a score
     higher = tl.maximum(top, tl.max(s, axis=1))
     p = tl.exp2(s - higher[:, None])
     fade = tl.exp2(top - higher)
-    total = total * fade + tl.sum(p, axis=1)
+    total = tl.fma(total, fade, tl.sum(p, axis=1))
     acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
     return acc, higher, total
 
@@ -102,9 +106,11 @@ def _nth_block(at, begin, batch, TOKENS: tl.constexpr, ROWS: tl.constexpr):
 def _attend_kernel(
     q, q_block, k, v, keys, values, part, part_top, part_total, rows, lengths, begin, batch, slots, tokens,
     blocks, window, H: tl.constexpr, K: tl.constexpr, DH: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, HOPPER: tl.constexpr,
+    PARTS: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+    HOPPER: tl.constexpr,
 ):  # fmt: skip
-    """`blocks` of queries: of each row, or (`ROWS`, a power of two: no fewer than there are) of all rows"""
+    """`blocks` of queries: of each row, or (`ROWS`, a power of two: no fewer than there are) of all rows. WHOLE: what
+    is joined takes the place of the first part."""
     ready(HOPPER)
     G: tl.constexpr = H // K
     # Programs that read the same keys run side by side.
@@ -144,7 +150,10 @@ def _attend_kernel(
     tiles = old + tl.cdiv(end, BLOCK_N) - skipped
     each = tl.cdiv(tiles, PARTS)
     low = which * each
-    high = tl.minimum(low + each, tiles)
+    high = tiles if WHOLE else tl.minimum(low + each, tiles)
+    edge = low + each
+    lines = tokens.to(tl.int64) * H
+    into = place + which * lines
 
     acc = tl.zeros((BLOCK_M, DH), tl.float32)
     top = tl.full((BLOCK_M,), NOTHING, tl.float32)
@@ -166,6 +175,10 @@ def _attend_kernel(
             seen = seen[None, :]
             if WINDOW:
                 seen = seen & (ago[None, :] + 1 + token[:, None] < window)
+        if WHOLE:
+            edge, into, acc, top, total = next_part(
+                tile, edge, each, part, part_top, part_total, into, lines, live, acc, top, total, BLOCK_M, DH
+            )
         acc, top, total = _tile(queries, kt, vt, seen, acc, top, total, CAUSAL)
     for tile in range(tl.maximum(low, old), high):
         want = (tile - old + skipped) * BLOCK_N
@@ -178,13 +191,21 @@ def _attend_kernel(
             seen = seen[None, :] & (other[None, :] <= token[:, None])
             if WINDOW:
                 seen = seen & (token[:, None] - other[None, :] < window)
+        if WHOLE:
+            edge, into, acc, top, total = next_part(
+                tile, edge, each, part, part_top, part_total, into, lines, live, acc, top, total, BLOCK_M, DH
+            )
         acc, top, total = _tile(queries, kt, vt, seen, acc, top, total, CAUSAL)
 
-    place += which.to(tl.int64) * tokens * H
-    tl.store(part_top + place, top, mask=live)
-    tl.store(part_total + place, total, mask=live)
-    mean = acc * (1.0 / tl.maximum(total, 1e-30))[:, None]  # a part without keys gives zeros
-    tl.store(part + place[:, None] * DH + d[None, :], mean.to(part.dtype.element_ty), mask=live[:, None])
+    put(part, part_top, part_total, into, live, acc, top, total, BLOCK_M, DH, PIECE if WHOLE else DH)
+    if WHOLE:
+        tl.debug_barrier()  # other threads have written what is read now
+        WIDTH: tl.constexpr = min(JOINED, DH)
+        used = tl.where(live, tl.cdiv(tiles, each), 0)
+        for piece in tl.static_range(0, DH, WIDTH):
+            at = piece + tl.arange(0, WIDTH)
+            mean = joined(part, part_top, part_total, place, used, at, lines, BLOCK_M, WIDTH, DH, PARTS)
+            tl.store(part + place[:, None] * DH + at[None, :], mean, mask=live[:, None])
 
 
 def attend(
@@ -219,10 +240,7 @@ def attend_rows(
     assert quant in (None, FP8), f"attention gives rows in fp8, not in {quant}"
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     tokens, heads, head_dim = q.shape
-    b = blocks
-    if b is None and head_dim > 256 and new.most > 1 and window is None:
-        b = wide_blocks(head_dim, q.element_size())
-    b = b or blocks_for(head_dim, new.most == 1, q.element_size())
+    b = blocks or _blocks(q, prefix, new, window)
     part = torch.empty(b.parts, tokens, heads, head_dim, dtype=q.dtype, device=q.device)
     top, total = torch.empty(2, b.parts, tokens, heads, dtype=torch.float32, device=q.device)
     if isinstance(b, WideBlocks):
@@ -230,8 +248,27 @@ def attend_rows(
         attend_wide(q, k, v, prefix, new, causal, b, (part, top, total))
     else:
         _attend(q, k, v, prefix, new, causal, window, b, (part, top, total))
+        part = part[:1] if b.whole else part
     rows = join(part, top, total, quant, (k, v, prefix, new) if keep else None)
     return rows if quant is None or rows.scale is not None else quantize_rows(rows.values)
+
+
+def _blocks(q: Tensor, prefix: Prefix, new: New, window: int | None) -> Blocks | WideBlocks:
+    head_dim, one = q.shape[2], new.most == 1
+    if head_dim > 256 and not one and window is None:
+        return wide_blocks(head_dim, q.element_size())
+    b = blocks_for(head_dim, one, q.element_size())
+    programs = _launched(q, prefix, new, b)[0] * prefix.keys.shape[1]
+    return b._replace(whole=not one and programs >= FULL * multiprocessors(q.device))
+
+
+def _launched(q: Tensor, prefix: Prefix, new: New, b: Blocks) -> tuple[int, bool]:
+    """How many blocks of queries programs are launched for, and whether they are counted through all rows"""
+    rows, group = prefix.row.shape[0], q.shape[1] // prefix.keys.shape[1]
+    each = triton.cdiv(new.most * group, b.queries)  # a row
+    # A few rows share the tokens of a prompt's pass, and each could have them all: most programs would find nothing.
+    most = (q.shape[0] + rows * (b.queries // group - 1)) // (b.queries // group)  # of all rows
+    return min(most, rows * each), most < rows * each
 
 
 def _attend(
@@ -248,19 +285,16 @@ def _attend(
     tokens, heads, head_dim = q.shape
     kv_heads, slots = prefix.keys.shape[1:3]
     rows, group = prefix.row.shape[0], heads // kv_heads
-    each = triton.cdiv(new.most * group, b.queries)  # blocks of queries a row
-    # A few rows share the tokens of a prompt's pass, and each could have them all: most programs would find nothing.
-    whole = (tokens + rows * (b.queries // group - 1)) // (b.queries // group)  # blocks of all rows, at most
-    counted = whole < rows * each
+    launched, counted = _launched(q, prefix, new, b)
     block = TensorDescriptor.from_tensor(q, [b.queries // group, group, head_dim])
     fresh = (TensorDescriptor.from_tensor(t.view(tokens, -1), [b.keys, head_dim]) for t in (k, v))
     cached = (TensorDescriptor.from_tensor(t, [1, 1, b.keys, head_dim]) for t in (prefix.keys, prefix.values))
     run(
-        _attend_kernel, (whole if counted else rows * each) * kv_heads * b.parts, q, block, *fresh, *cached, *into,
-        prefix.row, prefix.length, new.begin, rows, slots, tokens, whole if counted else each, window or 0,
-        H=heads, K=kv_heads, DH=head_dim, CAUSAL=causal,
+        _attend_kernel, launched * kv_heads * (1 if b.whole else b.parts), q, block, *fresh, *cached, *into,
+        prefix.row, prefix.length, new.begin, rows, slots, tokens,
+        launched if counted else launched // rows, window or 0, H=heads, K=kv_heads, DH=head_dim, CAUSAL=causal,
         # A canvas sees all that a ring holds, if that is no more than the window.
         WINDOW=window is not None and (causal or slots > window),
-        PARTS=b.parts, BLOCK_M=b.queries, BLOCK_N=b.keys, ROWS=triton.next_power_of_2(rows) if counted else 0,
-        num_warps=b.warps, num_stages=b.stages,
+        PARTS=b.parts, WHOLE=b.whole, BLOCK_M=b.queries, BLOCK_N=b.keys,
+        ROWS=triton.next_power_of_2(rows) if counted else 0, num_warps=b.warps, num_stages=b.stages, **SEPARATE,
     )  # fmt: skip
