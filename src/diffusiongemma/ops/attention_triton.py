@@ -4,8 +4,8 @@
 A program has some queries of one row and one K/V head (the heads of a group are more queries of it) and goes over the
 row's cached slots, then over its new tokens, with a running softmax. Keys are split over several programs, because one
 canvas has too few queries to fill the card; how they are split depends on the row's own length and not on the batch,
-and the parts are put together in order: a row gets the same bits alone and in a batch. Many canvases fill the card as
-they are: there one program has all parts, one after another, and puts them together itself while they lie in the cache.
+and the parts are put together in order: a row gets the same bits alone and in a batch. Where canvases fill the
+card as they are, one program has all parts, one after another, and puts them together while they lie in the cache.
 Both ways are the same lines, and no product is fused with a sum unless it says so.
 
 Everything that changes from step to step (lengths, which row, where tokens begin) is read on the device; the grid is
@@ -35,7 +35,8 @@ from diffusiongemma.ops.rows_triton import quantize_rows
 
 LOG2E = tl.constexpr(1.4426950408889634)
 JOINED = tl.constexpr(64)  # numbers of a head that a program with all parts joins at once
-FULL = 1.5  # programs a multiprocessor from which on keys are not split: four canvases on an H200
+SIDE_BY_SIDE = 2  # programs that a multiprocessor runs at once
+FULL = 0.9  # of the places of all waves of programs: where so many are taken, keys are not split
 
 
 class Blocks(NamedTuple):
@@ -259,7 +260,13 @@ def _blocks(q: Tensor, prefix: Prefix, new: New, window: int | None) -> Blocks |
         return wide_blocks(head_dim, q.element_size())
     b = blocks_for(head_dim, one, q.element_size())
     programs = _launched(q, prefix, new, b)[0] * prefix.keys.shape[1]
-    return b._replace(whole=not one and programs >= FULL * multiprocessors(q.device))
+    return b._replace(whole=not one and _fills(programs, SIDE_BY_SIDE * multiprocessors(q.device)))
+
+
+def _fills(programs: int, places: int) -> bool:
+    """Are all places taken nearly all of the time? A last wave that is half empty costs more than joining the parts:
+    4, 8 and 16 canvases fill an H200, 5 and 6 do not."""
+    return programs >= FULL * triton.cdiv(programs, places) * places
 
 
 def _launched(q: Tensor, prefix: Prefix, new: New, b: Blocks) -> tuple[int, bool]:
