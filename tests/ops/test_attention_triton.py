@@ -137,7 +137,7 @@ def test_all_parts_in_one_program_give_the_bits_of_split_keys(dtype, causal, win
 @pytest.mark.parametrize("quant", [None, FP8])
 @pytest.mark.parametrize("causal", [False, True])
 def test_keys_are_split_where_the_card_is_not_full(causal, quant, monkeypatch) -> None:
-    """Alone and in a batch a row goes other ways, and has the same bits."""
+    """Alone and in a batch a canvas goes other ways, and has the same bits. Keys of prompts are always split."""
     rows = [(40, 33), (7, 70), (0, 40), (15, 64)]
     q, k, v, prefix, new = make(rows, dtype=BF16)
     launched = []
@@ -149,7 +149,8 @@ def test_keys_are_split_where_the_card_is_not_full(causal, quant, monkeypatch) -
     monkeypatch.setattr(attention_triton, "run", run)
     monkeypatch.setattr(attention_triton, "multiprocessors", lambda device: 5)  # 20 programs fill it twice, 6 do not
     whole = attention_triton.attend_rows(q, k, v, prefix, New(new.begin, 70), causal, 15, quant)
-    assert launched.pop() == (10 * 2, True)  # blocks of 32 tokens, at most; K/V heads
+    blocks = 10 * 2  # of 32 tokens, at most; K/V heads
+    assert launched.pop() == ((blocks * 4, False) if causal else (blocks, True))
     for b, (_, count) in enumerate(rows):
         own = slice(int(new.begin[b]), int(new.begin[b + 1]))
         one = Prefix(prefix.keys, prefix.values, prefix.row[b : b + 1], prefix.length[b : b + 1])

@@ -241,7 +241,7 @@ def attend_rows(
     assert quant in (None, FP8), f"attention gives rows in fp8, not in {quant}"
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     tokens, heads, head_dim = q.shape
-    b = blocks or _blocks(q, prefix, new, window)
+    b = blocks or _blocks(q, prefix, new, causal, window)
     part = torch.empty(b.parts, tokens, heads, head_dim, dtype=q.dtype, device=q.device)
     top, total = torch.empty(2, b.parts, tokens, heads, dtype=torch.float32, device=q.device)
     if isinstance(b, WideBlocks):
@@ -254,13 +254,14 @@ def attend_rows(
     return rows if quant is None or rows.scale is not None else quantize_rows(rows.values)
 
 
-def _blocks(q: Tensor, prefix: Prefix, new: New, window: int | None) -> Blocks | WideBlocks:
+def _blocks(q: Tensor, prefix: Prefix, new: New, causal: bool, window: int | None) -> Blocks | WideBlocks:
     head_dim, one = q.shape[2], new.most == 1
     if head_dim > 256 and not one and window is None:
         return wide_blocks(head_dim, q.element_size())
     b = blocks_for(head_dim, one, q.element_size())
     programs = _launched(q, prefix, new, b)[0] * prefix.keys.shape[1]
-    return b._replace(whole=not one and _fills(programs, SIDE_BY_SIDE * multiprocessors(q.device)))
+    # Programs of a prompt see more or fewer keys and do not end together: split, they fill the card better.
+    return b._replace(whole=not causal and not one and _fills(programs, SIDE_BY_SIDE * multiprocessors(q.device)))
 
 
 def _fills(programs: int, places: int) -> bool:
