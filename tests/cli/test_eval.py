@@ -253,6 +253,7 @@ def test_kept_fillings_are_graded_again(holes: str, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(Engine, "load", lambda *args, **options: pytest.fail("a model was loaded"))
     (later,) = rows("infill", "--answers", str(out), "--file", holes, "--output", str(again))
     assert later["settings"] == here["settings"]
+    assert here["runs"][0]["meanings"].keys() == {"similarity", "ratio"}
     assert here["runs"][0]["figures"]["ratio"]["value"] == pytest.approx((1 + 16 / 18) / 2)
     for name in ("figures", "steps", "tokens_per_forward", "variant", "early_stop"):
         assert later["runs"][0][name] == here["runs"][0][name]

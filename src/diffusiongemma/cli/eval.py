@@ -95,8 +95,11 @@ def infill(
 ) -> None:
     """Holes in held-out Python: line, lines, inside; `--file` has JSON lines with `prefix`, `suffix`, `target`.
 
-    How near a filling is: `similarity` is 1 - edit distance / length of the longer; `ratio` is 2 * longest common
-    subsequence / sum of the lengths, never lower, and what most benchmarks call edit similarity. Indents count in both.
+    similarity: 1 - edit distance / length of the longer.
+
+    ratio: 2 * longest common subsequence / sum of the lengths; never lower.
+
+    Benchmarks call either "edit similarity", most of them the ratio. Indents count in both here.
     """
     if answers is not None:
         from diffusiongemma.tasks.infill import grade_answers
