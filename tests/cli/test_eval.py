@@ -258,7 +258,8 @@ def test_kept_fillings_are_graded_again(holes: str, tmp_path: Path, monkeypatch:
     for name in ("figures", "steps", "tokens_per_forward", "variant", "early_stop"):
         assert later["runs"][0][name] == here["runs"][0][name]
     assert [json.loads(line) for line in again.read_text().splitlines()] == whole
-    shown = run("infill", "--answers", str(again), "--file", holes).stdout
+    shown = run("infill", "--answers", str(again), "--file", holes, "--output", str(again)).stdout  # in place
+    assert [json.loads(line) for line in again.read_text().splitlines()] == whole
     assert "candidates 3" in shown
     assert "ratio" in shown
 
