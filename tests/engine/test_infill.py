@@ -477,7 +477,8 @@ def test_the_stream_shows_drafts_of_the_middle_one_commit_and_the_end(kind: str)
     assert all(len(e.tokens) == len(e.entropy) == len(e.accepted) <= WIDE for e in events[:-2])
     assert collect(events).text == engine(kind).infill("a = ", " + 1", max_new_tokens=12, steps=3).text
     if kind == "byte_level":
-        assert len(events[0].tokens) == 12
+        # The longest hole, once it has begun: on a busy machine a shorter one may be seen before.
+        assert max(len(e.tokens) for e in events[:-2]) == 12
 
 
 def test_who_leaves_the_stream_frees_everything() -> None:
