@@ -5,6 +5,7 @@
 
 One line a set, number of candidates, check and choice, as JSON: the scores with their 95% intervals. `best` is no
 choice but the most that any could give: by each score the best candidate of all, which nobody knows without the answer.
+A file of before there was `ratio` gets it by `dgemma eval infill --answers line.jsonl --output line.jsonl`.
 """
 
 from __future__ import annotations

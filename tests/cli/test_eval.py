@@ -14,6 +14,7 @@ from diffusiongemma.errors import ConfigError, DataError, InputError
 from diffusiongemma.tasks import icons
 from diffusiongemma.tasks.evaluation import Graded, Report, Variant
 from diffusiongemma.tasks.sudoku import Sudoku
+from engine.holes import tokenizer
 from tasks.oracle import Oracle
 
 MODEL = ("--model", "random:tiny")
@@ -223,6 +224,76 @@ def test_icons_are_graded_where_there_is_a_renderer(monkeypatch: pytest.MonkeyPa
             run("svg", "--answers", str(out))
 
 
+@pytest.fixture
+def holes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A file with two holes, and engines that fill the first candidate rightly, the others not."""
+
+    def load(*args: object, **options: object) -> Engine:
+        texts = ("\n    y = x", "\n    y = (x")
+        return Oracle(lambda request: texts[request.params.seed % 1000 > 0], tokenizer("fim_suffix_first"))
+
+    monkeypatch.setattr(Engine, "load", load)
+    file = tmp_path / "holes.jsonl"
+    case = {"prefix": "def f(x):\n", "suffix": "\n    return y\n"}
+    file.write_text("".join(json.dumps(case | {"target": text}) + "\n" for text in ("    y = x", "    y = 2")))
+    return str(file)
+
+
+def test_kept_fillings_are_graded_again(holes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers of a version that knew fewer scores get all of them, their candidates too."""
+    out, again = tmp_path / "kept.jsonl", tmp_path / "again.jsonl"
+    (here,) = rows("infill", "--file", holes, "--candidates", "3", "--check", "python", "--output", str(out))
+    whole = [json.loads(line) for line in out.read_text().splitlines()]
+    old = [json.loads(line) for line in out.read_text().splitlines()]
+    for row in old:
+        for one in (row, *row["tried"]):
+            del one["scores"]["ratio"]
+            one["scores"]["similarity"] = 0.0
+    out.write_text("".join(json.dumps(row) + "\n" for row in old))
+    monkeypatch.setattr(Engine, "load", lambda *args, **options: pytest.fail("a model was loaded"))
+    (later,) = rows("infill", "--answers", str(out), "--file", holes, "--output", str(again))
+    assert later["settings"] == here["settings"]
+    assert here["runs"][0]["meanings"].keys() == {"similarity", "ratio"}
+    assert here["runs"][0]["figures"]["ratio"]["value"] == pytest.approx((1 + 16 / 18) / 2)
+    for name in ("figures", "steps", "tokens_per_forward", "variant", "early_stop"):
+        assert later["runs"][0][name] == here["runs"][0][name]
+    assert [json.loads(line) for line in again.read_text().splitlines()] == whole
+    shown = run("infill", "--answers", str(again), "--file", holes, "--output", str(again)).stdout  # in place
+    assert [json.loads(line) for line in again.read_text().splitlines()] == whole
+    assert "candidates 3" in shown
+    assert "ratio" in shown
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"set": "mine"}, "line 1 is of the set 'mine', whose cases .* does not hold"),
+        ({"case": "line 9"}, "there is no case 'line 9' in the set 'holes.jsonl'"),
+        ({"task": "svg"}, "line 1 is no answer of one run"),
+        ({"settings": {}}, "line 1 is no answer of one run"),
+        ({"scores": None}, "line 1 is no answer of one run"),
+        ({"tried": [3]}, "line 1 is no answer of one run"),
+        ({"steps": "3"}, "line 1 is no answer of one run"),
+    ],
+)
+def test_answers_that_no_run_wrote_are_refused(
+    holes: str, tmp_path: Path, change: dict[str, object], says: str
+) -> None:
+    out = tmp_path / "kept.jsonl"
+    run("infill", "--file", holes, "--output", str(out))
+    first = json.loads(out.read_text().splitlines()[0])
+    out.write_text(json.dumps(first | change))
+    with pytest.raises(DataError, match=says):
+        run("infill", "--answers", str(out), "--file", holes)
+    other = first | {"settings": first["settings"] | {"canvas": 32}}
+    out.write_text(f"{json.dumps(first)}\n{json.dumps(other)}")
+    with pytest.raises(DataError, match="line 2 is no answer of one run"):
+        run("infill", "--answers", str(out), "--file", holes)
+    out.write_text("")
+    with pytest.raises(DataError, match="holds no answers"):
+        run("infill", "--answers", str(out))
+
+
 def test_the_cost_of_the_early_stop_is_what_all_steps_gain() -> None:
     def report(early: bool, hits: list[bool]) -> Report:
         graded = [Graded(str(i), "", i, "", {"solved": hit}, 1, 1) for i, hit in enumerate(hits)]
@@ -306,6 +377,9 @@ def test_options_reach_the_sampler() -> None:
         (["infill", "--check", "python", "--mode", "both"], "check 'python' has no effect in mode 'ar': it writes one"),
         (["infill", "--choose", "middle", "--mode", "ar"], "choose 'middle' has no effect in mode 'ar': it writes one"),
         (["svg", "--answers", "a.jsonl", "--attempts", "2"], "only --json has an effect"),
+        (["infill", "--answers", "a.jsonl", "--canvas", "32"], "only --file, --output and --json have an effect"),
+        (["infill", "--answers", "a.jsonl", "--set", "line"], "only --file, --output and --json have an effect"),
+        (["infill", "--answers", "a.jsonl", "--limit", "3"], "only --file, --output and --json have an effect"),
         (["svg", "--mode", "ar", "--attempts", "6"], "--attempts 6 has no effect in mode 'ar'"),
         (
             ["svg", "--mode", "both", "--attempts", "6", "-o", "temperature=0"],

@@ -9,13 +9,25 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from diffusiongemma.engine import Candidate, Commit, Draft, End, Engine, Metrics, Request, SamplingParams, collect
+from diffusiongemma.engine import (
+    Candidate,
+    Commit,
+    Draft,
+    End,
+    Engine,
+    Metrics,
+    Request,
+    SamplingParams,
+    collect,
+    infill,
+)
 from diffusiongemma.engine.candidates import Try, judge
 from diffusiongemma.engine.infill import CONTEXT, NEAR, STEP, ladder, plan_infill, spread, widths_to_try
 from diffusiongemma.engine.params import HolePrompt
 from diffusiongemma.errors import ConfigError, DiffusionGemmaError, InputError
 from diffusiongemma.model import CacheRow, DiffusionGemma
 from diffusiongemma.tasks import format as task_format
+from diffusiongemma.text import Tokenizer
 from diffusiongemma.text.exact import encode_exact, exact_text
 from diffusiongemma.text.fim import FimTokens, share
 from engine.holes import FIM, PLAIN, engine, model, new_engine, tokenizer
@@ -174,6 +186,29 @@ def test_a_short_prompt_runs_in_as_far_as_the_model_was_trained() -> None:
     own.hole = HolePrompt(128, "01")
     assert len(prompt(own, "x", "")) == 3 + len(prompt(plain, "x", ""))  # as much as there is
     own.close()
+
+
+def test_a_run_in_becomes_tokens_once_for_a_tokenizer_and_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, encode = list[tuple[Tokenizer, str]](), infill.encode_exact
+
+    def count(tokenizer: Tokenizer, text: str) -> list[int]:
+        told.append((tokenizer, text))
+        return encode(tokenizer, text)
+
+    monkeypatch.setattr(infill, "encode_exact", count)
+    kinds, texts = ("fim_suffix_first", "fim"), ("x = 1\n" * 40, "y = 2\n" * 40)
+    params, prompts = SamplingParams.build(max_new_tokens=8, seed=5), list[tuple[int, ...]]()
+    for _ in range(2):
+        for kind in kinds:
+            for text in texts:
+                with Engine(model(), tokenizer(kind), hole=HolePrompt(128, text)) as own:
+                    (one,) = plan_infill(own, "a = ", "", params, 1)
+                end = own.tokenizer.special["eos"]
+                at = one.request.prompt.index(end) + 1
+                assert one.request.prompt[:at] == (*encode(own.tokenizer, text), end)[-at:]
+                prompts.append(one.request.prompt)
+    assert prompts[:4] == prompts[4:]
+    assert [told.count((tokenizer(kind), text)) for kind in kinds for text in texts] == [1, 1, 1, 1]
 
 
 def test_a_run_in_needs_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -442,7 +477,8 @@ def test_the_stream_shows_drafts_of_the_middle_one_commit_and_the_end(kind: str)
     assert all(len(e.tokens) == len(e.entropy) == len(e.accepted) <= WIDE for e in events[:-2])
     assert collect(events).text == engine(kind).infill("a = ", " + 1", max_new_tokens=12, steps=3).text
     if kind == "byte_level":
-        assert len(events[0].tokens) == 12
+        # The longest hole, once it has begun: on a busy machine a shorter one may be seen before.
+        assert max(len(e.tokens) for e in events[:-2]) == 12
 
 
 def test_who_leaves_the_stream_frees_everything() -> None:

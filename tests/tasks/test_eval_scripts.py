@@ -65,7 +65,7 @@ def test_choices_are_compared_as_they_would_have_been_made(kept: Path, capsys: p
         oracle = Oracle(lambda request: answer(request.params.seed), tokenizer("fim_suffix_first"))
         task = Infill(candidates=count, choice=Choice(check, choose))
         figures = evaluate(oracle, task, CASES, Variant("diffusion", 2)).figures()
-        for name in ("exact", "similarity", "parses"):
+        for name in ("exact", "similarity", "ratio", "parses"):
             assert found[count, check, choose][name][0] == pytest.approx(figures[name].value, abs=1e-4)
     assert found[1, "none", "likeliest"]["exact"][0] == pytest.approx(2 / 3, abs=1e-4)
     assert found[3, "python", "likeliest"]["exact"][0] == pytest.approx(2 / 3, abs=1e-4)  # a is right now, c is not

@@ -1,6 +1,7 @@
 """Holes as a task: the grader, the built-in cases, and that the model is asked as training asked it."""
 
 import json
+from difflib import SequenceMatcher
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from diffusiongemma.tasks.infill import (
     read_cases,
 )
 from diffusiongemma.text.python import parses
-from diffusiongemma.text.similar import edit_distance, similarity
+from diffusiongemma.text.similar import common_length, edit_distance, ratio, similarity
 from engine.holes import tokenizer
 from tasks.oracle import Oracle, real_engine
 
@@ -60,8 +61,48 @@ def test_known_distances(a: str, b: str, d: int) -> None:
     assert edit_distance(a, b) == d
 
 
+def slow_common(a: str, b: str) -> int:
+    if not a or not b:
+        return 0
+    if a[0] == b[0]:
+        return 1 + slow_common(a[1:], b[1:])
+    return max(slow_common(a[1:], b), slow_common(a, b[1:]))
+
+
+@given(st.text("ab東", max_size=7), st.text("ab東", max_size=7))
+def test_the_common_length_is_that_of_the_longest_common_subsequence(a: str, b: str) -> None:
+    assert common_length(a, b) == slow_common(a, b)
+
+
+@given(WORDS, WORDS)
+def test_the_ratio_is_the_lenient_one(a: str, b: str) -> None:
+    assert similarity(a, b) <= ratio(a, b) == ratio(b, a) <= 1
+    assert (ratio(a, b) == 1) == (a == b)
+    assert (ratio(a, b) == 0) == (bool(a + b) and not set(a) & set(b))
+    # What blocks of difflib have in common is common, though not always the most.
+    assert ratio(a, b) >= SequenceMatcher(None, a, b, autojunk=False).ratio() - 1e-12
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "percent"),  # what `fuzz.ratio` gives, as rapidfuzz's documentation and issues of fuzzywuzzy tell it
+    [
+        ("this is a test", "this is a test!", 96.55172413793103),
+        ("ababab", "aaaaab", 67),
+        ("tide", "diet", 50),
+        ("abc", "cadb", 57),
+        ("A L I E N S", "A S A L", 44),
+        ("Barcelona", "real", 46),
+        ("", "a", 0),
+        ("", "", 100),
+    ],
+)
+def test_known_ratios(a: str, b: str, percent: float) -> None:
+    assert 100 * ratio(a, b) == pytest.approx(percent, abs=1e-9 if isinstance(percent, float) else 0.5)
+
+
 def test_lone_surrogates_are_no_reason_to_fail() -> None:
     assert edit_distance("\ud800", "a") == 1
+    assert ratio("\ud800", "a") == 0
     assert not parses("x = '\ud800'")
 
 
@@ -80,7 +121,17 @@ def test_lone_surrogates_are_no_reason_to_fail() -> None:
 def test_grades(text: str, exact: bool, parsed: bool) -> None:
     scores = grade(LINE, text)
     assert (scores["exact"], scores["parses"]) == (exact, parsed)
-    assert (scores["similarity"] == 1.0) == exact
+    assert (scores["similarity"] == 1.0) == (scores["ratio"] == 1.0) == exact
+
+
+def test_two_measures_of_nearness() -> None:
+    """What is replaced weighs twice in the ratio, where both lengths count; indents count in both."""
+    scores = grade(InfillCase("a", "line", "if x:\n", "\n", "    y = 1"), "    z = 2 ")
+    assert scores["similarity"] == pytest.approx(1 - 2 / 9)
+    assert scores["ratio"] == pytest.approx(2 * 7 / 18)
+    scores = grade(InfillCase("a", "line", "if x:\n", "\n", "    return y"), "    pass")
+    assert scores["similarity"] == pytest.approx(1 - 8 / 12)
+    assert scores["ratio"] == pytest.approx(2 * 4 / 20)
 
 
 def test_parsing_is_not_asked_where_the_original_does_not_parse() -> None:
@@ -117,7 +168,7 @@ def test_the_line_break_before_the_hole_is_no_part_of_the_answer() -> None:
         oracle = Oracle(lambda request: "\n" + LINE.target, tokenizer("fim_suffix_first"))
         (got,) = evaluate(oracle, Infill(), [LINE], variant).graded
         assert got.text == LINE.target
-        assert got.scores == {"exact": True, "similarity": 1.0, "parses": True, "finished": True}
+        assert got.scores == {"exact": True, "similarity": 1.0, "ratio": 1.0, "parses": True, "finished": True}
         assert oracle.tokenizer.decode(oracle.asked[0].prompt) == LINE.suffix + LINE.prefix.removesuffix("\n")
 
 
@@ -180,7 +231,7 @@ def test_all_candidates_are_told_and_the_choice_decides() -> None:
 def test_a_model_without_hole_tokens_gets_the_suffix_in_its_canvas() -> None:
     with real_engine() as engine:
         report = evaluate(engine, Infill(), [LINE], FAST)
-        assert report.graded[0].scores.keys() == {"exact", "similarity", "parses", "finished"}
+        assert report.graded[0].scores.keys() == {"exact", "similarity", "ratio", "parses", "finished"}
         tries = Infill(candidates=4).plan(engine, LINE, FAST, 0)
         assert len(tries) == 4
         assert all(one.request.pins for one in tries)

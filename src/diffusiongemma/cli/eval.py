@@ -7,17 +7,18 @@ scripts/evaluate.py can run many of them with one engine.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from diffusiongemma.cli.evaluation import EvalOptions, run_sets, with_eval_options
-from diffusiongemma.cli.figures import CaseSet, print_reports, to_json
+from diffusiongemma.cli.evaluation import EvalOptions, run_sets, start_file, with_eval_options
+from diffusiongemma.cli.figures import CaseSet, print_reports, save_cases, settings, to_json
 from diffusiongemma.errors import InputError
 
 if TYPE_CHECKING:
-    from diffusiongemma.tasks.evaluation import Task
+    from diffusiongemma.tasks.evaluation import Report, Task
 
 app = typer.Typer(no_args_is_help=True, help="Measure a model: sudoku, infill, svg or arithmetic.")
 
@@ -87,9 +88,26 @@ def infill(
         int | None, typer.Option(min=8, help="Tokens around a hole at most (what the model was trained with).")
     ] = None,
     canvas: Annotated[int | None, typer.Option(min=8, help="Width of the canvas (64; for several lines 128).")] = None,
+    answers: Annotated[
+        Path | None, typer.Option(help="Run nothing: grade again what --output kept; --output gets it with new scores.")
+    ] = None,
     options: EvalOptions,
 ) -> None:
-    """Holes in held-out Python: line, lines, inside; `--file` has JSON lines with `prefix`, `suffix`, `target`."""
+    """Holes in held-out Python: line, lines, inside; `--file` has JSON lines with `prefix`, `suffix`, `target`.
+
+    similarity: 1 - edit distance / length of the longer.
+
+    ratio: 2 * longest common subsequence / sum of the lengths; never lower.
+
+    Benchmarks call either "edit similarity", most of them the ratio. Indents count in both here.
+    """
+    if answers is not None:
+        from diffusiongemma.tasks.infill import grade_answers
+
+        usual = not sets and (candidates, check, choose, context, canvas) == (None, "none", "likeliest", None, None)
+        _only_beside_answers(usual, options, "--file", "--output", "--json")
+        _show_answers(grade_answers(answers, options.file), answers, options)
+        return
     run_sets(*plan_infill(options, sets, candidates, check, choose, context, canvas), options)
 
 
@@ -137,14 +155,8 @@ def svg(
     if answers is not None:
         if missing := missing_renderer():
             raise InputError(f"icons are drawn to be graded, and {', '.join(missing)} is not installed here")
-        if attempts > 1 or options != EvalOptions(as_json=options.as_json):
-            raise InputError("--answers runs nothing, so only --json has an effect beside it")
-        for set_name, reports in grade_answers(answers).items():
-            one = CaseSet(set_name, reports[0].graded)
-            if options.as_json:
-                print(json.dumps(to_json(Icons(), one, reports, {"answers": str(answers)})), flush=True)
-            else:
-                print_reports(Icons(), one, reports, str(answers))
+        _only_beside_answers(attempts == 1, options, "--json")
+        _show_answers({name: (Icons(), reports) for name, reports in grade_answers(answers).items()}, answers, options)
         return
     run_sets(*plan_svg(options, attempts), options)
 
@@ -177,6 +189,30 @@ def plan_arithmetic(options: EvalOptions) -> tuple[Task[Any], list[CaseSet]]:
 
     name = "held-out questions" if options.file is None else options.file.name
     return task.Arithmetic(), [CaseSet(name, task.cases(options.file, options.limit, options.seed))]
+
+
+def _only_beside_answers(usual: bool, options: EvalOptions, *flags: str) -> None:
+    """`usual`: the task's own flags are not set. Of the shared ones, only these may be."""
+    names = [flag.removeprefix("--").replace("json", "as_json") for flag in flags]
+    if not usual or options != EvalOptions(**{name: getattr(options, name) for name in names}):
+        *others, last = flags
+        allowed = f"{', '.join(others)} and {last} have" if others else f"{last} has"
+        raise InputError(f"--answers runs nothing, so only {allowed} an effect beside it")
+
+
+def _show_answers(graded: Mapping[str, tuple[Task[Any], list[Report]]], answers: Path, options: EvalOptions) -> None:
+    """What came of grading kept answers: as after a run, but for what only a run knows."""
+    if options.output is not None:
+        start_file(options.output)
+    for name, (task, reports) in graded.items():
+        one = CaseSet(name, reports[0].graded)
+        if options.output is not None:
+            save_cases(options.output, task, one, reports)
+        if options.as_json:
+            about = {"answers": str(answers), "settings": settings(task)}
+            print(json.dumps(to_json(task, one, reports, about)), flush=True)
+        else:
+            print_reports(task, one, reports, str(answers))
 
 
 def _chosen(wanted: list[str] | None, there: list[str]) -> list[str]:

@@ -208,7 +208,7 @@ def run_sets(task: Task[Any], sets: Sequence[CaseSet], options: EvalOptions) -> 
     from diffusiongemma.tasks.evaluation import evaluate
 
     if options.output is not None:
-        _start_file(options.output)
+        start_file(options.output)
     with options.load() as engine:
         curves: dict[str, list[Report]] = {}
         for one in sets:
@@ -231,7 +231,7 @@ def run_sets(task: Task[Any], sets: Sequence[CaseSet], options: EvalOptions) -> 
         tell(f"wrote {options.plot}")
 
 
-def _start_file(path: Path) -> None:
+def start_file(path: Path) -> None:
     """Empty, so that it holds this run alone; and refused now if it cannot be written."""
     try:
         path.write_text("")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from diffusiongemma.engine.candidates import (
@@ -212,7 +212,13 @@ def _with_run_in(engine: Engine, prompt: tuple[int, ...], room: int) -> tuple[in
     end = engine.tokenizer.special.get("eos", next(iter(engine.ends), None))
     if end is None:
         raise ConfigError("this model has no end-of-text token, which must close the run-in of its holes")
-    return (*[*encode_exact(engine.tokenizer, hole.run_in), end][-missing:], *prompt)
+    return (*(*_run_in_tokens(engine.tokenizer, hole.run_in), end)[-missing:], *prompt)
+
+
+@lru_cache(maxsize=8)
+def _run_in_tokens(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """Kept: the text is the model's own and comes before every hole with a short prompt."""
+    return tuple(encode_exact(tokenizer, text))
 
 
 def _plan_canvas(

@@ -25,6 +25,10 @@ from diffusiongemma.errors import DiffusionGemmaError
 from diffusiongemma.tasks.statistics import Figure, figure, mean
 
 SEEDS_A_CASE = 1_000  # case i has the seeds from seed + 1000 i on: the next seed is another attempt
+MEANINGS = {  # of scores whose names mean several things elsewhere, as text/similar.py has them
+    "similarity": "1 - edit distance / length of the longer",
+    "ratio": "2 * longest common subsequence / sum of the lengths",
+}
 Progress = Callable[[int, int], None]  # cases of this round that are done, and how many it has
 
 
@@ -129,6 +133,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         v = self.variant
+        figures = self.figures()
         kinds = {k: {n: f.to_dict() for n, f in self.figures(k).items()} for k in self.kinds}
         return {
             "variant": v.label,
@@ -137,7 +142,8 @@ class Report:
             "early_stop": v.early_stop if v.mode == "diffusion" else None,
             "options": v.options,
             "cases": len(self.graded),
-            "figures": {name: f.to_dict() for name, f in self.figures().items()},
+            "figures": {name: f.to_dict() for name, f in figures.items()},
+            "meanings": {name: told for name, told in MEANINGS.items() if name in figures},
             "kinds": kinds if len(kinds) > 1 else {},
             "steps": self.mean_steps.to_dict(),
             "tokens_per_forward": self.tokens_per_forward,

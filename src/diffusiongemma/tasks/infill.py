@@ -1,7 +1,14 @@
 """Holes in Python code: whole lines, several lines, or part of a line, of a length that the model must find itself.
 
-Three scores: the filling is the text that was there (white space at its end aside); how near it is, as one minus the
-edit distance over the longer length; and whether Python parses the whole file with the filling in it.
+Four scores. White space at the end of a filling is no difference, an indent is.
+
+exact       the filling is the text that was there
+similarity  how near it is, strictly: one minus the edit distance over the length of the longer (as RepoCoder has it)
+ratio       … leniently: twice the longest common subsequence over the sum of the lengths (the "edit similarity" of
+            CodeXGLUE, RepoBench and CrossCodeEval; all but RepoBench take indents off, which makes it lower again)
+parses      Python parses the whole file with the filling in it
+
+docs/nano.md has what each gives for the embedded model.
 """
 
 from __future__ import annotations
@@ -18,12 +25,12 @@ from diffusiongemma.engine.events import End
 from diffusiongemma.engine.infill import plan_infill
 from diffusiongemma.errors import DataError, InputError
 from diffusiongemma.tasks import format
-from diffusiongemma.tasks.evaluation import Graded, Outcome, Variant, Work
+from diffusiongemma.tasks.evaluation import Graded, Outcome, Report, Variant, Work
 from diffusiongemma.tasks.sets import BUILT_IN, read_json_lines
 from diffusiongemma.text.exact import partial_tokens
 from diffusiongemma.text.fim import FimTokens
 from diffusiongemma.text.python import parses
-from diffusiongemma.text.similar import similarity
+from diffusiongemma.text.similar import ratio, similarity
 
 KINDS = ("line", "lines", "inside")
 FILE = BUILT_IN / "infill.jsonl.gz"
@@ -82,7 +89,8 @@ def read_cases(path: Path) -> list[InfillCase]:
 def grade(case: InfillCase, text: str) -> dict[str, bool | float]:
     """`parses` is asked only where the original does."""
     got, wanted = text.rstrip(), case.target.rstrip()
-    scores: dict[str, bool | float] = {"exact": got == wanted, "similarity": similarity(got, wanted)}
+    scores: dict[str, bool | float] = {"exact": got == wanted}
+    scores |= {"similarity": similarity(got, wanted), "ratio": ratio(got, wanted)}
     if parses(case.whole):
         scores["parses"] = parses(case.prefix + text + case.suffix)
     return scores
@@ -148,3 +156,43 @@ def _tell(case: InfillCase, candidate: Candidate) -> dict[str, Any]:
     about = {"seed": candidate.seed, "text": text, "score": candidate.score, "opens": candidate.opens}
     sound = text is not None and parses(case.prefix + text + case.suffix)  # asked also where the original does not
     return about | {"parses": sound, "finish_reason": candidate.finish_reason, "scores": grade(case, text or "")}
+
+
+# ---- answers that were kept ------------------------------------------------------------------------------------------
+
+
+def grade_answers(path: Path, own: Path | None = None) -> dict[str, tuple[Infill, list[Report]]]:
+    """The answers that an evaluation kept, graded now, candidates too: set -> how they were asked for, and a report a
+    variant. `own`: the file with the cases, if they were none of the built-in ones."""
+    cases: dict[str, dict[str, InfillCase]] = {}
+    tasks: dict[str, Infill] = {}
+    reports: dict[str, dict[str, Report]] = {}
+    for number, row in read_json_lines(path, ("task", "set", "variant", "mode", "case", "text")):
+        name, label = row["set"], row["variant"]
+        if name not in cases:
+            if own is not None and own.name != name:
+                raise DataError(f"{path}, line {number} is of the set {name!r}, whose cases {own} does not hold")
+            cases[name] = {case.name: case for case in (built_in(name) if own is None else read_cases(own))}
+        if row["case"] not in cases[name]:
+            raise DataError(f"{path}, line {number}: there is no case {row['case']!r} in the set {name!r}")
+        wrong = DataError(f"{path}, line {number} is no answer of one run of `dgemma eval infill --output`")
+        try:
+            graded = _graded_again(cases[name][row["case"]], row)
+            variant, told = Variant(row["mode"], row["steps_limit"], row["early_stop"]), row["settings"]
+            task = Infill(told["candidates"], told["context"], told["canvas"], Choice(**told["choice"]))
+        except (KeyError, TypeError, AttributeError):
+            raise wrong from None
+        if row["task"] != "infill" or task != tasks.setdefault(name, task):
+            raise wrong
+        reports.setdefault(name, {}).setdefault(label, Report(variant, [], None)).graded.append(graded)
+    if not reports:
+        raise DataError(f"{path} holds no answers")
+    return {name: (tasks[name], list(found.values())) for name, found in reports.items()}
+
+
+def _graded_again(case: InfillCase, row: dict[str, Any]) -> Graded:
+    """A row that is not what it should be raises KeyError, TypeError or AttributeError."""
+    scores = grade(case, row["text"]) | {"finished": row["scores"]["finished"] is True}
+    tried = [one | {"scores": grade(case, one["text"] or "")} for one in row["tried"]]
+    seed, steps, decided = (row[name] + 0 for name in ("seed", "steps", "decided"))
+    return Graded(case.name, case.kind, seed, row["text"], scores, steps, decided, tried)
