@@ -243,7 +243,10 @@ def _placed(n: int, kind: str, shapes: Shapes, inputs: Inputs, up: Matrix, down:
 
     def parts(got: Found) -> list[Part]:
         assert got.placed is not None
-        found = [*small.route((got.index, got.weight), x, *router, eps), *small.placed(got.placed, got.index)]
+        found = [
+            *small.route((got.index, got.weight), x, *router, eps),
+            *small.placed(got.placed, got.index, got.weight),
+        ]
         found.append(Part("experts as routed", got.index, got.routed[0], how="equal"))
         found.append(Part("weights as routed", got.weight, got.routed[1], how="equal"))
         if alone:

@@ -178,8 +178,8 @@ def sort(got: Routing, index: Tensor, experts: int, block: int) -> list[Part]:
     ]
 
 
-def placed(got: Placed, index: Tensor) -> list[Part]:
-    """Every pair once, in the list of its expert, and blocks that cover all: whole numbers"""
+def placed(got: Placed, index: Tensor, weight: Tensor) -> list[Part]:
+    """Every pair once, in the list of its expert, found there with its weight, and blocks that cover all: equal"""
     experts, tokens = got.lists.shape
     counts = torch.bincount(index.flatten(), minlength=experts).cpu()
     there = torch.arange(tokens) < counts[:, None]
@@ -190,8 +190,11 @@ def placed(got: Placed, index: Tensor) -> list[Part]:
         want[expert, :count] = (flat == expert).nonzero().flatten()
     begin = [e * tokens + at for e, count in enumerate(counts.tolist()) for at in range(got.block, count, got.block)]
     found = torch.cat([got.counts.cpu(), got.beyond[: len(begin)].cpu().sort().values])
+    there = got.place.long()
     return [
         Part("lists", lists, want, how="equal"),
+        Part("pairs at their places", got.lists.flatten()[there].cpu().long(), torch.arange(len(flat)), how="equal"),
+        Part("weights at their places", got.share.flatten()[there], weight.flatten(), how="equal"),
         Part("counts, blocks beyond", found, torch.tensor([*counts.tolist(), len(begin), *begin]), how="equal"),
     ]
 

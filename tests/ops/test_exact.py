@@ -155,6 +155,14 @@ WRONG: dict[str, tuple[str, str, Callable[..., Any]]] = {  # what: kind, operati
         "bf16", "place",
         later(TWINS.place, lambda found: (*found[:2], replace(found[2], lists=found[2].lists.roll(1, 0)))),
     ),
+    "places of the next": (
+        "bf16", "place",
+        later(TWINS.place, lambda found: (*found[:2], replace(found[2], place=found[2].place.roll(1)))),
+    ),
+    "shares of the next": (
+        "bf16", "place",
+        later(TWINS.place, lambda found: (*found[:2], replace(found[2], share=found[2].share.roll(1, 0)))),
+    ),
     "weights of the next": ("bf16", "place", later(TWINS.place, lambda found: (found[0], found[1].flip(1), found[2]))),
     "shares of all": ("bf16", "route", later(TWINS.route, lambda pair: (pair[0], pair[1] * 0.9))),
     "half of a scale": ("int8", "linear", lambda x, w: TWINS.linear(x, (w[0], w[1] * 2 if w[1] is not None else None))),

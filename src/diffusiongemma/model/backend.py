@@ -50,7 +50,7 @@ class Ops:
     linear: Callable[[Rows, Weight], Tensor]  # x [N, K], weight of [O, K] -> [N, O]
     geglu: Callable[[Rows, Weight], Rows]  # x [N, K], weight of [2 O, K] -> [N, O], in fp8 where x is
     # x, index, weight [N, k], up, down -> [N m, D]: a row for each of a token's experts, or (m = 1) their sum
-    experts: Callable[..., Tensor]  # `placed`: from `place`, if that knows
+    experts: Callable[..., Tensor]  # `placed`: from `place`, where that was used; the weights are in it
     vocab_end: Callable[..., Reading]  # `few`: one position a row; `coldest`: no temperature is below it
     draws: Callable[..., tuple[Tensor, Tensor]]
     # as `route`, then the experts' weight; `counts`: zeros, E + 1 -> index, weight, and where they are
@@ -114,7 +114,7 @@ def _torch_place(
     x: Tensor, proj: Tensor, scale: Tensor, per_expert: Tensor, top_k: int, eps: float, up: Weight, *, counts: Tensor
 ) -> tuple[Tensor, Tensor, Placed]:
     index, weight = fused.route(x, proj, scale, per_expert, top_k, eps)
-    return index, weight, routing.place(index, len(proj), block_rows(index.numel(), len(proj)))
+    return index, weight, routing.place(index, weight, len(proj), block_rows(index.numel(), len(proj)))
 
 
 def _torch_experts(
@@ -123,7 +123,8 @@ def _torch_experts(
     experts = up[0].shape[0]
     plan = placed or routing.route(index, experts, block_rows(index.numel(), experts))
     hidden = _like(x, product.product(x, *up, gated=True, routing=plan))
-    return product.product(hidden, *down, routing=plan, share=weight.flatten()).values
+    share = weight if placed is None else placed.share
+    return product.product(hidden, *down, routing=plan, share=share.flatten()).values
 
 
 def _torch_vocab_end(

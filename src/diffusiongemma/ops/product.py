@@ -35,9 +35,10 @@ def product(
     """x [rows, K], w of [O, K], or of [E, O, K] with a routing -> [rows, O] in x's dtype, or bfloat16 where x is fp8
 
     gated: w has 2 O rows, gate first, and the result is GeGLU of the product. quantise: the result is fp8 with one
-    scale a row. With a routing, x are the tokens and the result the pairs by expert; with `share` [P] too, x are the
-    pairs by expert and the result the pairs in their own order, each times its share. Pairs that were placed, not
-    sorted, are always in their own order.
+    scale a row. With a routing, x are the tokens and the result the pairs by expert; with `share` too, x are the pairs
+    by expert and the result the pairs in their own order, each times its share. Pairs that were sorted are P rows by
+    expert, and their shares [P] are in the pairs' own order. Pairs that were placed lie as in the lists, in some of
+    E N rows, and so do their shares [E N]; the other rows mean nothing.
     """
     wide = x.wide().float()
     if routing is None:
@@ -63,13 +64,17 @@ def product(
 def _placed(
     wide: Tensor, w: Tensor, w_scale: Tensor | None, gated: bool, routing: Placed, share: Tensor | None
 ) -> Tensor:
-    """Tokens [N, K], or with a share pairs [P, K] -> pairs [P, O]"""
-    k, experts = routing.top_k, len(routing.lists)
-    out = wide.new_empty(routing.lists.shape[1] * k, len(_weights_of(0, w, w_scale, gated)))
+    """Tokens [N, K] -> pairs [E N, O]; with a share [E N], pairs [E N, K] -> pairs [P, O]"""
+    k, (experts, each) = routing.top_k, routing.lists.shape
+    out = wide.new_zeros(experts * each if share is None else each * k, len(_weights_of(0, w, w_scale, gated)))
     for expert, count in enumerate(routing.counts[:experts].tolist()):
-        pairs = routing.lists[expert, :count].long()
-        out[pairs] = F.linear(wide[pairs // k if share is None else pairs], _weights_of(expert, w, w_scale, gated))
-    return out if share is None else out * share.float()[:, None]
+        here, pairs = slice(expert * each, expert * each + count), routing.lists[expert, :count].long()
+        matrix = _weights_of(expert, w, w_scale, gated)
+        if share is None:
+            out[here] = F.linear(wide[pairs // k], matrix)
+        else:
+            out[pairs] = F.linear(wide[here], matrix) * share[here, None].float()
+    return out
 
 
 def _weights_of(expert: int, w: Tensor, scale: Tensor | None, gated: bool) -> Tensor:

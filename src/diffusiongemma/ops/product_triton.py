@@ -24,7 +24,7 @@ from diffusiongemma.ops.int4_triton import sums_pairs
 from diffusiongemma.ops.kernels import early, interpreted, launch, shared_memory, unavailable
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.routing import Placed, Routing
-from diffusiongemma.ops.rows_triton import quantize_rows, rows_for
+from diffusiongemma.ops.rows_triton import quantize_placed, quantize_rows, rows_for
 from diffusiongemma.ops.tiles import Shape, Tile, choose, format_of, step_of
 
 AHEAD = 1024  # bytes of a row
@@ -94,31 +94,33 @@ def _prefetch(at, size):
 
 
 @triton.jit
-def _rows(x_scale, order, share, row, end, TOP_K: tl.constexpr, ROUTED: tl.constexpr, PLACED: tl.constexpr,
-          UNIT: tl.constexpr):  # fmt: skip
-    """For these rows of `order`: whether they are there, the row of x, the row of the result, and what to multiply
-    the sums with. All of it is asked for before the sums are made, and is there when they are."""
+def _rows(x_scale, order, share, row, end, TOP_K: tl.constexpr, ROUTED: tl.constexpr, PLACED: tl.constexpr):
+    """For these rows of `order`: whether they are there, the row of x, the row of the result, and the two numbers that
+    sums are multiplied with. All are asked for before the sums are made, and are there when they are. Nothing is made
+    of them here, for that would wait, and the loads of x and weights behind it; where an address comes from another
+    load ("in", and the shares of pairs that were sorted), it does."""
     ok = row < end
-    factor = tl.full(row.shape, UNIT, tl.float32)
-    if ROUTED == "no":
-        source = row
-        target = row
-    else:
+    scale = tl.full(row.shape, 1.0, tl.float32)
+    part = scale
+    source = row
+    target = row
+    if ROUTED != "no":
         pair = tl.load(order + row, mask=ok, other=0)
-        between = pair if PLACED else row  # where what lies between the two products is kept
-        source = pair // TOP_K if ROUTED == "in" else between
-        target = between if ROUTED == "in" else pair
+        if ROUTED == "in":
+            source = pair // TOP_K
+        else:
+            target = pair
+            part = tl.load(share + (row if PLACED else pair), mask=ok, other=0.0)
     if x_scale is not None:
-        factor *= tl.load(x_scale + source, mask=ok, other=0.0)
-    if ROUTED == "out":
-        factor *= tl.load(share + target, mask=ok, other=0.0)
-    return ok, source.to(tl.int64), target, factor
+        scale = tl.load(x_scale + source, mask=ok, other=0.0)
+    return ok, source.to(tl.int64), target, scale, part
 
 
 @triton.jit
-def _finish(gate, up, w_gate, w_up, factor, ok, target, out, o, O: tl.constexpr, GATED: tl.constexpr,
-            PAIRED: tl.constexpr, BO: tl.constexpr):  # fmt: skip
+def _finish(gate, up, w_gate, w_up, scale, part, ok, target, out, o, O: tl.constexpr, GATED: tl.constexpr,
+            PAIRED: tl.constexpr, UNIT: tl.constexpr, BO: tl.constexpr):  # fmt: skip
     """Sums [BO, T] of each row of the weight, times their scales -> rows of the result"""
+    factor = UNIT * scale * part
     gate = gate * w_gate[:, None] * factor[None, :]
     up = up * w_up[:, None] * factor[None, :]
     if GATED:  # gelu in its tanh form, which is x sigmoid(2 y)
@@ -131,21 +133,21 @@ def _finish(gate, up, w_gate, w_up, factor, ok, target, out, o, O: tl.constexpr,
 
 @triton.jit
 def _tile(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end, K: tl.constexpr, O: tl.constexpr,
-          TOP_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr, ROUTED: tl.constexpr,
-          PLACED: tl.constexpr, T: tl.constexpr, MORE: tl.constexpr, BO: tl.constexpr, STEP: tl.constexpr,
-          STAGES: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
+          APART: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr,
+          ROUTED: tl.constexpr, PLACED: tl.constexpr, T: tl.constexpr, MORE: tl.constexpr, BO: tl.constexpr,
+          STEP: tl.constexpr, STAGES: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
     """Rows start … end of `order`, at most T + MORE, times one tile of an expert's outputs"""
     PAIRED: tl.constexpr = FORMAT == "pairs" and not GATED
     WIDE: tl.constexpr = 2 * BO if PAIRED else BO
     o = tile * WIDE + tl.arange(0, BO)
     UNIT: tl.constexpr = 512.0 if FORMAT == "pairs" else 1.0
-    ok, source, target, factor = _rows(x_scale, order, share, start + tl.arange(0, T), end, TOP_K, ROUTED, PLACED, UNIT)
+    ok, source, target, scale, part = _rows(x_scale, order, share, start + tl.arange(0, T), end, TOP_K, ROUTED, PLACED)
     w_gate = tl.full((BO,), 1.0, tl.float32)
     w_up = w_gate
     first = tl.full((), 0, tl.int64) + expert
     if FORMAT == "pairs":
         which = first * (O // WIDE) + tile
-        gate, up = sums_pairs(x + source * K, ok, w, w_scale, which, K, GROUP, T, STEP // GROUP, STAGES, HOPPER)
+        gate, up = sums_pairs(x + source * APART, ok, w, w_scale, which, K, GROUP, T, STEP // GROUP, STAGES, HOPPER)
     else:
         first *= 2 * O if GATED else O
         if w_scale is not None:
@@ -153,21 +155,23 @@ def _tile(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end, K
             if GATED:
                 w_up = tl.load(w_scale + first + O + o, mask=o < O, other=0.0)
         later = start + T + tl.arange(0, MORE if MORE > 0 else 1)
-        more_ok, more_source, more_target, more_factor = _rows(
-            x_scale, order, share, later, end, TOP_K, ROUTED, PLACED, UNIT
+        more_ok, more_source, more_target, more_scale, more_part = _rows(
+            x_scale, order, share, later, end, TOP_K, ROUTED, PLACED
         )
-        gate, up, more_gate, more_up = _sums(x + source * K, ok, x + more_source * K, more_ok, w, first, o, K, O, GATED,
-                                             T, MORE, BO, STEP, STAGES)  # fmt: skip
+        gate, up, more_gate, more_up = _sums(x + source * APART, ok, x + more_source * APART, more_ok, w, first, o, K,
+                                             O, GATED, T, MORE, BO, STEP, STAGES)  # fmt: skip
         if MORE > 0:
-            _finish(more_gate, more_up, w_gate, w_up, more_factor, more_ok, more_target, out, o, O, GATED, PAIRED, BO)
-    _finish(gate, up, w_gate, w_up, factor, ok, target, out, o, O, GATED, PAIRED, BO)
+            _finish(more_gate, more_up, w_gate, w_up, more_scale, more_part, more_ok, more_target, out, o, O, GATED,
+                    PAIRED, UNIT, BO)  # fmt: skip
+    _finish(gate, up, w_gate, w_up, scale, part, ok, target, out, o, O, GATED, PAIRED, UNIT, BO)
 
 
 @triton.jit
 def _block(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end, K: tl.constexpr, O: tl.constexpr,
-           TOP_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr, ROUTED: tl.constexpr,
-           PLACED: tl.constexpr, T: tl.constexpr, MORE: tl.constexpr, BO: tl.constexpr, STEP: tl.constexpr,
-           STAGES: tl.constexpr, SMALL: tl.constexpr, ASK: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
+           APART: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr,
+           ROUTED: tl.constexpr, PLACED: tl.constexpr, T: tl.constexpr, MORE: tl.constexpr, BO: tl.constexpr,
+           STEP: tl.constexpr, STAGES: tl.constexpr, SMALL: tl.constexpr, ASK: tl.constexpr,
+           HOPPER: tl.constexpr):  # fmt: skip
     """The same with a tile that suits the number of rows"""
     if HOPPER and ASK > 0:
         WHOLE: tl.constexpr = BO * K * (w.dtype.element_ty.primitive_bitwidth // 8)
@@ -177,29 +181,31 @@ def _block(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end, 
         _prefetch(begin.to(tl.int64) + thread * (WHOLE // ASK), tl.where(thread % 32 == 0, WHOLE // ASK * 32, 0))
     if SMALL > 0:  # few rows cost less
         if end - start <= SMALL:
-            _tile(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end, K, O, TOP_K, FORMAT, GROUP,
-                  GATED, ROUTED, PLACED, SMALL, 0, BO, STEP, STAGES, HOPPER)  # fmt: skip
+            _tile(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end, K, O, APART, TOP_K, FORMAT,
+                  GROUP, GATED, ROUTED, PLACED, SMALL, 0, BO, STEP, STAGES, HOPPER)  # fmt: skip
         else:
-            _tile(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end, K, O, TOP_K, FORMAT, GROUP,
-                  GATED, ROUTED, PLACED, T, MORE, BO, STEP, STAGES, HOPPER)  # fmt: skip
+            _tile(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end, K, O, APART, TOP_K, FORMAT,
+                  GROUP, GATED, ROUTED, PLACED, T, MORE, BO, STEP, STAGES, HOPPER)  # fmt: skip
     else:
-        _tile(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end, K, O, TOP_K, FORMAT, GROUP, GATED,
-              ROUTED, PLACED, T, MORE, BO, STEP, STAGES, HOPPER)  # fmt: skip
+        _tile(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end, K, O, APART, TOP_K, FORMAT, GROUP,
+              GATED, ROUTED, PLACED, T, MORE, BO, STEP, STAGES, HOPPER)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "capacity"])
 def product_kernel(x, x_scale, w, w_scale, out, order, share, table, beyond, rows, capacity, K: tl.constexpr,
-                   O: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr,
-                   ROUTED: tl.constexpr, T: tl.constexpr, BO: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
-                   EXPERTS: tl.constexpr, AHEAD: tl.constexpr, FIRST: tl.constexpr, MORE: tl.constexpr,
-                   SMALL: tl.constexpr, ASK: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
+                   O: tl.constexpr, APART: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr,
+                   GATED: tl.constexpr, ROUTED: tl.constexpr, T: tl.constexpr, BO: tl.constexpr, STEP: tl.constexpr,
+                   STAGES: tl.constexpr, EXPERTS: tl.constexpr, AHEAD: tl.constexpr, FIRST: tl.constexpr,
+                   MORE: tl.constexpr, SMALL: tl.constexpr, ASK: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
     """x [rows, K] times w [E, O or 2 O, K] -> out [rows, O].
 
     ROUTED "no": a dense product. "in": row r of `order` reads token order[r] // k and writes row r. "out": row r reads
     row r and writes row order[r], times share[order[r]]. x_scale: float32 [rows].
     table [3, capacity]: expert, first row and end of each block of rows; expert -1 where there is no block.
-    With `beyond`, order, table and beyond are the three of `Placed`: a pair of a list reads token pair // k, or row
-    pair, and writes row pair. First come the first blocks of all experts, then those beyond, of which few are there.
+    With `beyond`, order, table and beyond are lists, counts and beyond of `Placed`, and what lies between the two
+    products lies as the lists do, as does `share`. First come the first blocks of all experts, then those beyond, of
+    which few are there. rows: P.
+    APART: numbers from a row of x to the next.
     Of pairs, a program makes BO = 64 gates with their ups, or two tiles of BO outputs side by side.
     MORE, SMALL: rows beside the T, and up to how many an expert takes a smaller tile. ASK: threads of a program that
     first asks for the whole tile of the weight; 0: it does not.
@@ -235,13 +241,14 @@ def product_kernel(x, x_scale, w, w_scale, out, order, share, table, beyond, row
         end = rows
     elif PLACED:
         each = rows // TOP_K  # places of a list
+        expert = block
         start = block * each
         if block >= EXPERTS:
             there = block - EXPERTS < tl.load(table + EXPERTS)
             start = tl.load(beyond + block - EXPERTS, mask=there, other=-1)
+            expert = start // each
         if start < 0:
             return
-        expert = start // each
         end = expert * each + tl.load(table + expert)
         if start >= end:
             return
@@ -251,8 +258,8 @@ def product_kernel(x, x_scale, w, w_scale, out, order, share, table, beyond, row
             return
         start = tl.load(table + capacity + block)
         end = tl.load(table + 2 * capacity + block)
-    _block(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end, K, O, TOP_K, FORMAT, GROUP, GATED,
-           ROUTED, PLACED, T, MORE, BO, STEP, STAGES, SMALL, ASK, HOPPER)  # fmt: skip
+    _block(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end, K, O, APART, TOP_K, FORMAT, GROUP,
+           GATED, ROUTED, PLACED, T, MORE, BO, STEP, STAGES, SMALL, ASK, HOPPER)  # fmt: skip
 
 
 def supported(device: torch.device, w: Tensor, inputs: int, gated: bool = False) -> str | None:
@@ -297,6 +304,20 @@ def _lists(routing: Routing | Placed | None) -> tuple[Tensor | None, Tensor | No
     return routing.lists, routing.counts, routing.beyond, len(routing.lists) + len(routing.beyond)
 
 
+def _sizes(given: int, routing: Routing | Placed | None, share: Tensor | None) -> tuple[int, int]:
+    """For how many rows of x: how many rows or pairs are multiplied, and how many rows the result has"""
+    if routing is None:
+        return given, given
+    if isinstance(routing, Routing):
+        pairs = given * (routing.top_k if share is None else 1)
+        return pairs, pairs
+    experts, tokens = routing.lists.shape
+    assert given == (tokens if share is None else experts * tokens), f"{given} rows of {tokens} placed tokens"
+    assert share is None or share.numel() == experts * tokens, "shares lie as the lists do"
+    pairs = tokens * routing.top_k
+    return pairs, experts * tokens if share is None else pairs
+
+
 def product(
     x: Rows,
     w: Tensor,
@@ -314,20 +335,22 @@ def product(
     x = rows_for(x, w)
     values = x.values
     assert (values.dtype == FP8) == (fmt in ("fp8", "pairs")), f"no kernel for {values.dtype} times {w.dtype}"
-    assert all(t is None or t.is_contiguous() for t in (values, x.scale, w, w_scale)), "kernels read contiguous tensors"
+    assert values.is_contiguous() or values.stride(1) == 1, "kernels read rows whose numbers lie together"
+    assert all(t is None or t.is_contiguous() for t in (x.scale, w, w_scale, share)), "kernels read contiguous tensors"
     inputs, width = values.shape[1], outputs_of(w, gated)
     order, table, beyond, room = _lists(routing)
-    rows = values.shape[0] if share is not None or routing is None else values.shape[0] * routing.top_k
+    rows, made = _sizes(len(values), routing, share)
     experts, block = (0, rows) if routing is None else (w.shape[0], routing.block)
     tile = tile or choose(Shape(fmt, inputs, width, experts, gated, block), shared_memory(values.device))
     assert tile.more == 0 or (routing is not None and fmt != "pairs"), "only blocks of an expert have rows more"
     assert routing is None or tile.rows + tile.more == block, f"a tile of {tile.rows} + {tile.more} rows, not {block}"
     assert not tile.ask or _can_ask(tile, fmt, inputs, width, gated), "only whole tiles that lie together are asked for"
+    apart = inputs if values.is_contiguous() else values.stride(0)
     paired = fmt == "pairs" and not gated
     step = step_of(fmt, inputs)
     if fmt == "pairs":
         step = w.shape[-1] * (tile.turns if w.shape[-3] % tile.turns == 0 else 1)
-    out = torch.empty(rows, width, dtype=torch.bfloat16 if values.dtype == FP8 else values.dtype, device=values.device)
+    out = torch.empty(made, width, dtype=torch.bfloat16 if values.dtype == FP8 else values.dtype, device=values.device)
     blocks = room or triton.cdiv(rows, tile.rows)
     # Which experts a few tokens take cannot be guessed. 4-bit weights gained nothing.
     ahead = 0 if fmt == "pairs" or blocks < experts else min(AHEAD, inputs * w.element_size())
@@ -335,7 +358,7 @@ def product(
         product_kernel, blocks * triton.cdiv(width, tile.outputs),
         values, x.scale, w, w_scale, out,
         order, share, table, beyond, rows, blocks,
-        K=inputs, O=width, TOP_K=1 if routing is None else routing.top_k, FORMAT=fmt,
+        K=inputs, O=width, APART=apart, TOP_K=1 if routing is None else routing.top_k, FORMAT=fmt,
         GROUP=w.shape[-1] if fmt == "pairs" else 0, GATED=gated,
         ROUTED="no" if routing is None else "in" if share is None else "out",
         T=tile.rows, BO=tile.outputs // (1 + paired), STEP=step, STAGES=tile.stages,
@@ -343,4 +366,6 @@ def product(
         ASK=32 * tile.warps if tile.ask else 0, HOPPER=not interpreted(),
         num_warps=tile.warps, maxnreg=tile.registers or None, **early(),
     )  # fmt: skip
-    return quantize_rows(out) if quantise else Rows(out)
+    if not quantise:
+        return Rows(out)
+    return quantize_placed(out, routing.place) if isinstance(routing, Placed) else quantize_rows(out)

@@ -48,11 +48,13 @@ def blocks_for(rows: int) -> Blocks:
 
 
 class To(NamedTuple):
-    """Where what was picked goes; the last three: where it is placed."""
+    """Where what was picked goes; the last five: where it is placed."""
 
     chosen: Tensor  # int64 [N, k]
     weight: Tensor  # float32 [N, k]
     lists: Tensor | None = None
+    place: Tensor | None = None
+    share: Tensor | None = None
     counts: Tensor | None = None
     beyond: Tensor | None = None
 
@@ -96,8 +98,8 @@ def _scores_kernel(x, proj, scale, part, square, rows, width, E: tl.constexpr, P
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _pick_kernel(part, square, per_expert, index, weight, lists, counts, beyond, rows, width, eps, E: tl.constexpr,
-                 TOP: tl.constexpr, SLOTS: tl.constexpr, PARTS: tl.constexpr, PLACE: tl.constexpr,
+def _pick_kernel(part, square, per_expert, index, weight, lists, place, share, counts, beyond, rows, width, eps,
+                 E: tl.constexpr, TOP: tl.constexpr, SLOTS: tl.constexpr, PARTS: tl.constexpr, PLACE: tl.constexpr,
                  HOPPER: tl.constexpr):  # fmt: skip
     """The best experts of a row and their weights, of equal experts the first; and where PLACE, the rows of a block, is
     not 0: each pair into the list of its expert"""
@@ -110,10 +112,10 @@ def _pick_kernel(part, square, per_expert, index, weight, lists, counts, beyond,
         squares += tl.load(square + at)
     scores *= 1.0 / (tl.sqrt(squares / width + eps) * tl.sqrt(width.to(tl.float32)))
     # Numerators of the softmax are enough: the weights of the chosen are divided by their sum.
-    share = tl.exp(scores - tl.max(scores))
+    soft = tl.exp(scores - tl.max(scores))
     # As whole numbers, the bits of numbers from 0 on are in the same order, and a warp finds the largest at once. NaN
     # counts as 0 here: it must not lead astray, nor any expert be taken twice.
-    left = tl.where(share == share, share, 0.0).to(tl.int32, bitcast=True)
+    left = tl.where(soft == soft, soft, 0.0).to(tl.int32, bitcast=True)
     slot, total = tl.arange(0, SLOTS), 0.0
     chosen, kept = tl.zeros((SLOTS,), tl.int32), tl.zeros((SLOTS,), tl.float32)
     for i in tl.static_range(TOP):
@@ -126,13 +128,16 @@ def _pick_kernel(part, square, per_expert, index, weight, lists, counts, beyond,
     pair, mine = row * TOP + slot, slot < TOP
     scale = tl.load(per_expert + chosen).to(tl.float32)
     if PLACE > 0:
-        place = tl.atomic_add(counts + chosen, 1, mask=mine, sem="relaxed")
+        before = tl.atomic_add(counts + chosen, 1, mask=mine, sem="relaxed")
+    worth = kept / total * scale
     tl.store(index + pair, chosen.to(tl.int64), mask=mine)
-    tl.store(weight + pair, kept / total * scale, mask=mine)
+    tl.store(weight + pair, worth, mask=mine)
     if PLACE > 0:
-        at = chosen * rows + place
+        at = chosen * rows + before
         tl.store(lists + at, pair.to(tl.int32), mask=mine)
-        opens = mine & (place > 0) & (place % PLACE == 0)
+        tl.store(share + at, worth, mask=mine)
+        tl.store(place + pair, at, mask=mine)
+        opens = mine & (before > 0) & (before % PLACE == 0)
         begun = tl.atomic_add(counts + E + chosen * 0, 1, mask=opens, sem="relaxed")
         tl.store(beyond + begun, at, mask=opens)
 
@@ -166,10 +171,12 @@ def place(
     rows, experts = len(x), len(proj)
     assert counts.numel() == experts + 1, f"{counts.numel()} counters do not fit {experts} experts"
     lists = torch.empty(experts, rows, dtype=torch.int32, device=x.device)
+    at = torch.empty(rows * top_k, dtype=torch.int32, device=x.device)
+    share = torch.empty(experts, rows, dtype=torch.float32, device=x.device)
     beyond = torch.empty(most_beyond(rows * top_k, block), dtype=torch.int32, device=x.device)
-    to = _to(x, top_k)._replace(lists=lists, counts=counts, beyond=beyond)
+    to = _to(x, top_k)._replace(lists=lists, place=at, share=share, counts=counts, beyond=beyond)
     _run(x, proj, scale, per_expert_scale, eps, to, block, blocks_for(rows))
-    return to.chosen, to.weight, Placed(lists, counts, beyond, block, top_k)
+    return to.chosen, to.weight, Placed(lists, at, share, counts, beyond, block, top_k)
 
 
 def _to(x: Tensor, top_k: int) -> To:

@@ -4,8 +4,8 @@ A pair is numbered token × k + slot. Products over experts take blocks of at mo
 there are depends on the routing, so there is room for the worst case (`capacity`), and the host never has to know.
 
 Of a canvas or two the pairs are not sorted but placed while they are picked, each into the list of its expert
-(`Placed`), as the next that comes. In which order they come is chance on a GPU, and no result may depend on it: what is
-made of a pair is stored in the pair's own place.
+(`Placed`), as the next that comes. In which order they come is chance on a GPU, and no result may depend on it: what
+lies between the two products keeps the lists' order, row for row, but ends in the pair's own place.
 
 Legend: N tokens, k experts a token, P = N k pairs, E experts.
 """
@@ -57,9 +57,12 @@ def route(index: Tensor, experts: int, block: int) -> Routing:
 
 @dataclass(frozen=True)
 class Placed:
-    """A block is the first of its expert, the same for any routing, or one of those `beyond`."""
+    """A block is the first of its expert, the same for any routing, or one of those `beyond`. Any expert may have all
+    tokens, so what lies as the lists do has E N rows, of which P are there; nobody touches the others."""
 
     lists: Tensor  # int32 [E, N]: of each expert the pairs, in any order
+    place: Tensor  # int32 [P]: where in `lists`, flat, each pair is
+    share: Tensor  # float32 [E, N]: of each pair in `lists` its weight
     counts: Tensor  # int32 [E + 1]: of each expert how many, then how many blocks there are beyond the first
     beyond: Tensor  # int32 [most]: where in `lists`, flat, each of these begins
     block: int
@@ -71,16 +74,21 @@ def most_beyond(pairs: int, block: int) -> int:
     return max(1, (pairs - 1) // block)
 
 
-def place(index: Tensor, experts: int, block: int) -> Placed:
-    """index [N, k], a token's experts all different -> Placed"""
+def place(index: Tensor, weight: Tensor, experts: int, block: int) -> Placed:
+    """index, weight [N, k], a token's experts all different -> Placed"""
     flat = index.flatten().cpu()
     lists = torch.zeros(experts, len(index), dtype=torch.int32)
+    at = torch.zeros(len(flat), dtype=torch.int32)
+    share = torch.zeros(experts, len(index))
     counts = torch.bincount(flat, minlength=experts).tolist()
     for expert, count in enumerate(counts):
-        lists[expert, :count] = (flat == expert).nonzero().flatten()
+        pairs = (flat == expert).nonzero().flatten()
+        lists[expert, :count] = pairs
+        at[pairs] = expert * len(index) + torch.arange(count, dtype=torch.int32)
+        share[expert, :count] = weight.flatten().float().cpu()[pairs]
     begin = [e * len(index) + first for e, count in enumerate(counts) for first in range(block, count, block)]
     beyond = torch.zeros(most_beyond(len(flat), block), dtype=torch.int32)
     beyond[: len(begin)] = torch.tensor(begin, dtype=torch.int32)
     found = torch.tensor([*counts, len(begin)], dtype=torch.int32)
-    lists, found, beyond = (t.to(index.device) for t in (lists, found, beyond))
-    return Placed(lists, found, beyond, block, index.shape[1])
+    lists, at, share, found, beyond = (t.to(index.device) for t in (lists, at, share, found, beyond))
+    return Placed(lists, at, share, found, beyond, block, index.shape[1])

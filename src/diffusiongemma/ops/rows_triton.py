@@ -40,24 +40,47 @@ def to_fp8(wide, s, HOPPER: tl.constexpr):
 
 
 @triton.jit
-def quantize_kernel(x, q, scale, D: tl.constexpr, WIDTH: tl.constexpr, HOPPER: tl.constexpr):
-    """x [N, D] -> q [N, D], scale [N]"""
+def quantize_kernel(x, q, scale, place, D: tl.constexpr, APART: tl.constexpr, WIDTH: tl.constexpr,
+                    HOPPER: tl.constexpr):  # fmt: skip
+    """x [N, D] -> q [N, D], whose rows begin APART numbers from each other, scale [N]; `place`: of which rows, or None.
+    q may lie in x: a row has been read, all of it, before its largest number is known."""
     ready(HOPPER)
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    if place is not None:
+        row = tl.load(place + row).to(tl.int64)
     wide = tl.load(x + row * D + at, mask=at < D, other=0.0).to(tl.float32)
     s = fp8_scale(tl.max(tl.abs(wide)))
     tl.store(scale + row, s)
-    tl.store(q + row * D + at, to_fp8(wide, s, HOPPER), mask=at < D)
+    tl.store(q + row * APART + at, to_fp8(wide, s, HOPPER), mask=at < D)
 
 
 def quantize_rows(x: Tensor, warps: int | None = None) -> Rows:
     """x [N, K] -> fp8 [N, K] with one scale a row"""
-    rows, width = x.shape
-    q, scale = torch.empty(rows, width, dtype=FP8, device=x.device), torch.empty(rows, 1, device=x.device)
+    rows = Rows(torch.empty_like(x, dtype=FP8, memory_format=torch.contiguous_format), _scales(x))
+    _quantize(x.contiguous(), rows, None, warps)
+    return rows
+
+
+def quantize_placed(x: Tensor, place: Tensor) -> Rows:
+    """x bfloat16 [R, K], place int32 [P] -> the same as fp8 in the first half of each row's bytes, with one scale a
+    row: no second buffer. Only of these rows; what the others hold means nothing."""
+    rows = Rows(x.view(FP8)[:, : x.shape[1]], _scales(x))
+    _quantize(x, rows, place, None)
+    return rows
+
+
+def _scales(x: Tensor) -> Tensor:
+    return torch.empty(len(x), 1, device=x.device)
+
+
+def _quantize(x: Tensor, to: Rows, place: Tensor | None, warps: int | None) -> None:
+    width, rows = x.shape[1], len(x) if place is None else len(place)
     wide = triton.next_power_of_2(width)
     warps = warps or max(1, min(16, wide // (1024 if rows >= MANY else 256)))
-    run(quantize_kernel, rows, x.contiguous(), q, scale, D=width, WIDTH=wide, num_warps=warps)
-    return Rows(q, scale)
+    run(
+        quantize_kernel, rows, x, to.values, to.scale, place, D=width, APART=to.values.stride(0), WIDTH=wide,
+        num_warps=warps,
+    )  # fmt: skip
 
 
 def rows_for(x: Rows, w: Tensor) -> Rows:
