@@ -166,37 +166,12 @@ def _tile(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end, K
     _finish(gate, up, w_gate, w_up, scale, part, ok, target, out, o, O, GATED, PAIRED, UNIT, BO)
 
 
-@triton.jit
-def _block(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end, K: tl.constexpr, O: tl.constexpr,
-           APART: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr,
-           ROUTED: tl.constexpr, PLACED: tl.constexpr, T: tl.constexpr, MORE: tl.constexpr, BO: tl.constexpr,
-           STEP: tl.constexpr, STAGES: tl.constexpr, SMALL: tl.constexpr, ASK: tl.constexpr,
-           HOPPER: tl.constexpr):  # fmt: skip
-    """The same with a tile that suits the number of rows"""
-    if HOPPER and ASK > 0:
-        WHOLE: tl.constexpr = BO * K * (w.dtype.element_ty.primitive_bitwidth // 8)
-        begin = w + (tl.full((), 0, tl.int64) + expert * O + tile * BO) * K
-        thread = tl.arange(0, ASK)
-        # One thread of each warp asks: the others would only wait in line.
-        _prefetch(begin.to(tl.int64) + thread * (WHOLE // ASK), tl.where(thread % 32 == 0, WHOLE // ASK * 32, 0))
-    if SMALL > 0:  # few rows cost less
-        if end - start <= SMALL:
-            _tile(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end, K, O, APART, TOP_K, FORMAT,
-                  GROUP, GATED, ROUTED, PLACED, SMALL, 0, BO, STEP, STAGES, HOPPER)  # fmt: skip
-        else:
-            _tile(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end, K, O, APART, TOP_K, FORMAT,
-                  GROUP, GATED, ROUTED, PLACED, T, MORE, BO, STEP, STAGES, HOPPER)  # fmt: skip
-    else:
-        _tile(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end, K, O, APART, TOP_K, FORMAT, GROUP,
-              GATED, ROUTED, PLACED, T, MORE, BO, STEP, STAGES, HOPPER)  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["rows", "capacity"])
 def product_kernel(x, x_scale, w, w_scale, out, order, share, table, beyond, rows, capacity, K: tl.constexpr,
                    O: tl.constexpr, APART: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr,
                    GATED: tl.constexpr, ROUTED: tl.constexpr, T: tl.constexpr, BO: tl.constexpr, STEP: tl.constexpr,
                    STAGES: tl.constexpr, EXPERTS: tl.constexpr, AHEAD: tl.constexpr, FIRST: tl.constexpr,
-                   MORE: tl.constexpr, SMALL: tl.constexpr, ASK: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
+                   MORE: tl.constexpr, SMALL: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
     """x [rows, K] times w [E, O or 2 O, K] -> out [rows, O].
 
     ROUTED "no": a dense product. "in": row r of `order` reads token order[r] // k and writes row r. "out": row r reads
@@ -207,8 +182,7 @@ def product_kernel(x, x_scale, w, w_scale, out, order, share, table, beyond, row
     which few are there. rows: P.
     APART: numbers from a row of x to the next.
     Of pairs, a program makes BO = 64 gates with their ups, or two tiles of BO outputs side by side.
-    MORE, SMALL: rows beside the T, and up to how many an expert takes a smaller tile. ASK: threads of a program that
-    first asks for the whole tile of the weight; 0: it does not.
+    MORE, SMALL: rows beside the T, and up to how many an expert takes a smaller tile (0: always the whole).
     HOPPER: not in the interpreter. A program may then start before the launch before it has ended: it asks for AHEAD
     bytes of each of its rows of the weight, and waits.
     """
@@ -258,8 +232,18 @@ def product_kernel(x, x_scale, w, w_scale, out, order, share, table, beyond, row
             return
         start = tl.load(table + capacity + block)
         end = tl.load(table + 2 * capacity + block)
-    _block(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end, K, O, APART, TOP_K, FORMAT, GROUP,
-           GATED, ROUTED, PLACED, T, MORE, BO, STEP, STAGES, SMALL, ASK, HOPPER)  # fmt: skip
+    if SMALL > 0:  # few rows cost less
+        if end - start <= SMALL:
+            _tile(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end, K, O, APART, TOP_K, FORMAT,
+                  GROUP, GATED, ROUTED, PLACED, SMALL, 0, BO, STEP, STAGES, HOPPER)  # fmt: skip
+            return
+    if MORE > 16:
+        if end - start <= T + MORE // 2:
+            _tile(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end, K, O, APART, TOP_K, FORMAT,
+                  GROUP, GATED, ROUTED, PLACED, T, MORE // 2, BO, STEP, STAGES, HOPPER)  # fmt: skip
+            return
+    _tile(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end, K, O, APART, TOP_K, FORMAT, GROUP, GATED,
+          ROUTED, PLACED, T, MORE, BO, STEP, STAGES, HOPPER)  # fmt: skip
 
 
 def supported(device: torch.device, w: Tensor, inputs: int, gated: bool = False) -> str | None:
@@ -288,11 +272,6 @@ def outputs_of(w: Tensor, gated: bool) -> int:
 def _small(tile: Tile) -> int:
     """Up to how many rows an expert takes a smaller tile; 0: always the whole."""
     return tile.rows // 2 if tile.half else tile.rows if tile.more else 0
-
-
-def _can_ask(tile: Tile, fmt: str, inputs: int, width: int, gated: bool) -> bool:
-    size = tile.outputs * inputs * (2 if fmt == "bf16" else 1)
-    return not gated and fmt != "pairs" and width % tile.outputs == 0 and size % (32 * tile.warps * 16) == 0
 
 
 def _lists(routing: Routing | Placed | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, int]:
@@ -344,7 +323,6 @@ def product(
     tile = tile or choose(Shape(fmt, inputs, width, experts, gated, block), shared_memory(values.device))
     assert tile.more == 0 or (routing is not None and fmt != "pairs"), "only blocks of an expert have rows more"
     assert routing is None or tile.rows + tile.more == block, f"a tile of {tile.rows} + {tile.more} rows, not {block}"
-    assert not tile.ask or _can_ask(tile, fmt, inputs, width, gated), "only whole tiles that lie together are asked for"
     apart = inputs if values.is_contiguous() else values.stride(0)
     paired = fmt == "pairs" and not gated
     step = step_of(fmt, inputs)
@@ -363,8 +341,7 @@ def product(
         ROUTED="no" if routing is None else "in" if share is None else "out",
         T=tile.rows, BO=tile.outputs // (1 + paired), STEP=step, STAGES=tile.stages,
         EXPERTS=experts, AHEAD=ahead, FIRST=FIRST, MORE=tile.more, SMALL=_small(tile) if routing is not None else 0,
-        ASK=32 * tile.warps if tile.ask else 0, HOPPER=not interpreted(),
-        num_warps=tile.warps, maxnreg=tile.registers or None, **early(),
+        HOPPER=not interpreted(), num_warps=tile.warps, maxnreg=tile.registers or None, **early(),
     )  # fmt: skip
     if not quantise:
         return Rows(out)

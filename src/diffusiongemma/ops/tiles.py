@@ -32,7 +32,6 @@ class Tile:
     half: bool = False  # an expert with few rows takes a tile of half as many
     turns: int = 1  # groups of 4-bit weights that one turn of the loop takes, if they divide
     more: int = 0  # rows beyond T that an expert's block may have, as a small product of their own beside the other
-    ask: bool = False  # first ask for the whole tile of the weight: pieces of short rows come slowly one by one
 
 
 @dataclass(frozen=True)
