@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -47,9 +48,9 @@ class Slate:
         at = [torch.arange(row.length, row.length + n, dtype=torch.int32) for row, n in zip(rows, counts, strict=True)]
         # One row is a case of its own: a pass for many looks for work in each of them.
         lines = 1 if len(rows) == 1 else self.most_rows
-        begin = torch.tensor([0, *counts, *[0] * (lines - len(rows))]).cumsum(0).int()
-        lengths = torch.zeros(lines, dtype=torch.int32)
-        lengths[: len(rows)] = torch.tensor([row.length for row in rows])
+        unused = [0] * (lines - len(rows))
+        begin = torch.tensor([*accumulate([0, *counts, *unused])], dtype=torch.int32)
+        lengths = torch.tensor([*(row.length for row in rows), *unused], dtype=torch.int32)
         self.tokens[:total].copy_(tokens, non_blocking=True)
         self.positions[:total].copy_(torch.cat(at), non_blocking=True)
         self.length[:lines].copy_(lengths, non_blocking=True)
