@@ -150,7 +150,7 @@ class Sequence:
         self.metrics.steps += 1
         if self.metrics.first_draft_seconds is None:
             self.metrics.first_draft_seconds = self.age
-        self._commit([token], [logprob] if logprob else None, self._is_end(token))
+        self._commit([token], [logprob] if logprob else None, token in self._ends)
         if self.phase != "ended":
             self.tokens.append(token)
 
@@ -199,7 +199,7 @@ class Sequence:
         assert canvas.argmax is not None
         block = canvas.argmax.tolist()
         room = self.params.max_new_tokens - len(self.reply)
-        end = next((i for i, token in enumerate(block) if self._is_end(token)), None)
+        end = self._first_end(block)
         kept = block[: end if end is not None else len(block)][:room]
         ended = end is not None and end < room
         if self._redos < self.params.redo:
@@ -226,8 +226,11 @@ class Sequence:
             # The score is the text's alone, not that of the way to it: no conditioning on earlier steps.
             self.phase, self.soft = ("score" if self.to_score else "encode"), None
 
-    def _is_end(self, token: int) -> bool:
-        return token in self._ends
+    def _first_end(self, tokens: list[int]) -> int | None:
+        """Where the first token lies that ends the reply."""
+        if self._ends.isdisjoint(tokens):
+            return None
+        return next(at for at, token in enumerate(tokens) if token in self._ends)
 
     def _commit(self, kept: list[int], logprobs: list[TokenLogprob] | None, ended: bool) -> None:
         """Take these tokens as final, have their text told, and end the request if it is over."""
@@ -256,7 +259,7 @@ class Sequence:
         assert canvas is not None
         assert canvas.argmax is not None
         assert canvas.entropy is not None
-        end = next((i for i, token in enumerate(canvas.argmax.tolist()) if self._is_end(token)), None)
+        end = self._first_end(canvas.argmax.tolist())
         settled = end is not None and end == self._settled_end and float(canvas.entropy[end]) < self.params.confidence
         self._settled_end = end
         if end is None or not settled:
