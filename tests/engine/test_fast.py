@@ -226,6 +226,21 @@ def test_prompts_and_commits_of_all_users_share_a_pass() -> None:
     assert texts[160] == texts[32]
 
 
+def test_a_pass_is_recorded_for_what_a_row_has_at_most() -> None:
+    """Canvases of several rows, short prompts, or one long prompt among them; a lone row may have all tokens."""
+    with fast_engine(Limits(max_rows=8, max_bytes=SMALL, chunk=2048)) as engine:
+        runner = engine.scheduler.runner
+        assert isinstance(runner, FastRunner)
+        slate = runner.slate
+        assert slate.kind(8, [256] * 8, 768) == (8, 2048, 256, 2048)
+        assert slate.kind(8, [512] * 4, 512) == (8, 2048, 1024, 2048)
+        assert slate.kind(8, [1500, 20, 256], 1500) == (8, 2048, 2048, 2048)
+        assert slate.kind(8, [20, 16], 20) == (8, 64, 64, 2048)
+        assert slate.kind(1, [256], 768) == (1, 256, 256, 2048)
+        assert slate.kind(1, [600], 600) == (1, 1024, 1024, 2048)
+        assert str(slate.kind(8, [256] * 8, 768)) == "encoding 2048 tokens, a row 256 at most, up to 2048"
+
+
 def test_few_reaches_are_recorded_and_none_is_far_too_long() -> None:
     pool = CachePool(CONFIG, SMALL, torch.float32)
     asked = (1, 2048, 2049, 8192, 8193, 8704, 16385, 70_000)
