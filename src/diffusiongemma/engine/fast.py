@@ -18,7 +18,7 @@ from diffusiongemma.engine.draw import DrawLane, drawable
 from diffusiongemma.engine.graphs import Recorder
 from diffusiongemma.engine.lane import Lane, is_ruled, is_warm
 from diffusiongemma.engine.params import WIDTHS
-from diffusiongemma.engine.runner import Runner, default_chunk
+from diffusiongemma.engine.runner import FULL, LARGE_CHUNK, Runner, default_chunk
 from diffusiongemma.engine.scheduler import Limits
 from diffusiongemma.engine.sequence import Sequence
 from diffusiongemma.engine.slate import Slate
@@ -55,7 +55,9 @@ class FastRunner(Runner):
         self.pool = CachePool(model.config, limits.max_bytes, self.dtype, self.device)
         self.network = FusedNetwork(model, self.pool, ops, overlap)
         self.recorder = Recorder(self.device, graphs, before=self.outbox.deliver)
-        self.slate = Slate(self.network, self.recorder, limits.max_rows, self.chunk + limits.max_rows)
+        self.room = FULL if limits.chunk is None and self.chunk == LARGE_CHUNK else self.chunk
+        most = max(self.room, self.chunk + limits.max_rows)
+        self.slate = Slate(self.network, self.recorder, limits.max_rows, most)
         self.drawing = DrawLane(self.network, self.recorder, limits.max_rows)
         self._usual = {*WIDTHS, model.config.canvas_length}
         self._lanes: dict[Place, Lane] = {}  # the last used comes last

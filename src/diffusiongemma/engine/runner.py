@@ -20,6 +20,7 @@ from diffusiongemma.engine.sequence import Sequence, read_logprob
 from diffusiongemma.model import CacheRow, DiffusionGemma
 
 CHUNK, LARGE_CHUNK = 512, 2048  # tokens of an encode pass
+FULL = 4096  # … where large ones are no matter and no canvas waits for it
 PATIENCE = 4  # ticks that new canvases wait at most for the prompts of others
 ROOMY = 6 << 30  # bytes left on a card from which on a large pass is no matter: it takes less than one of them
 
@@ -45,7 +46,7 @@ def bytes_left(device: torch.device) -> int | None:
 class Runner:
     def __init__(self, model: DiffusionGemma) -> None:
         self.model, self.device, self.dtype = model, model.device, model.dtype
-        self.chunk = default_chunk(self.device)
+        self.chunk = self.room = default_chunk(self.device)
         self.patience = PATIENCE if self.device.type == "cuda" else 0  # a CPU takes eight times as long for eight
         self.outbox = Outbox()  # of all sequences, so that a runner may hold it
 
