@@ -84,6 +84,18 @@ class Sequence:
         return self.row is not None and self.row.length >= len(self.request.prompt)
 
     @property
+    def expects_more(self) -> bool:
+        """With the last step of its canvas under way: does another block follow, unless an end of text comes up that
+        the step before did not have? If it does, its row must be able to forget this block again."""
+        canvas, row = self.canvas, self.row
+        if self.cancelled or canvas is None or canvas.argmax is None or row is None:
+            return False
+        if self.params.stop or self.request.score or self._redos < self.params.redo:
+            return False  # more than the tokens decides what becomes of them
+        follows = len(self.reply) + len(canvas) < self.params.max_new_tokens
+        return follows and row.length + len(canvas) <= row.ring and self._first_end(canvas.argmax.tolist()) is None
+
+    @property
     def to_encode(self) -> int:
         """Tokens that are known but not in the cache."""
         assert self.row is not None

@@ -54,7 +54,7 @@ class Slate:
         return max(LEAST, 1 << (tokens - 1).bit_length())
 
     def encode(self, tokens: Tensor, rows: Sequence[CacheRow], counts: Sequence[int]) -> Tensor:
-        """tokens [N], on the CPU -> hidden [N, D], overwritten by the next pass; the rows grow by them"""
+        """tokens [N], on CPU or device -> hidden [N, D], overwritten by the next pass; the rows grow by them"""
         pooled = [row for row in rows if isinstance(row, PoolRow)]
         assert len(pooled) == len(rows) <= self.most_rows
         total = tokens.shape[0]
