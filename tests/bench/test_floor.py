@@ -95,6 +95,10 @@ def test_a_request_is_its_passes() -> None:
     assert whole == pytest.approx(parts)
     short = prompt_seconds(model, H200, 4, 16, chunk=64)  # four share a pass
     assert short == pytest.approx(encode_work(model, 4, 0, 16, hit).seconds(H200))
+    cut = prompt_seconds(model, H200, 4, 48, chunk=32, room=64)  # two share a pass of 32 tokens each, then one of 16
+    assert cut == pytest.approx(
+        2 * sum(encode_work(model, 2, at, n, hit).seconds(H200) for at, n in ((0, 32), (32, 16)))
+    )
 
 
 def test_experts_hit() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -24,8 +24,7 @@ from diffusiongemma.model.pool import CachePool
 from diffusiongemma.text.bytes import byte_tokenizer
 from engine.runners import CONFIG, SMALL, BoardDraws, all_at_once, fast_engine, make_model, plain_engine, told
 
-Rows, Passes = Sequence[CacheRow], list[list[int]]
-Encode = Callable[[Tensor, Rows, list[int]], Tensor]
+Passes = list[list[int]]
 options = st.fixed_dictionaries(
     {"max_new_tokens": st.integers(1, 40), "seed": st.integers(0, 2**40), "steps": st.integers(1, 7)},
     optional={
@@ -186,44 +185,94 @@ def test_a_card_with_memory_to_spare_encodes_more_at_once(monkeypatch: pytest.Mo
     assert default_chunk(device) == 2048
     assert default_chunk(device, taken=2 << 30) == 512
     model = make_model()
-    for limits, chunk in ((Limits(max_bytes=SMALL), 2048), (Limits(max_bytes=SMALL, chunk=48), 48)):
+    for limits, chunk, room in ((Limits(max_bytes=SMALL), 2048, 4096), (Limits(max_bytes=SMALL, chunk=48), 48, 48)):
         runner = FastRunner(model, torch_ops(), limits)
         with Engine(model, byte_tokenizer(), limits=limits, runner=runner) as engine:
             assert engine.scheduler.chunk == runner.chunk == chunk
-            assert runner.slate.most_tokens == chunk + 16
+            assert engine.scheduler.room == runner.room == room
+            assert runner.slate.most_tokens == max(room, chunk + 16)
     free["now"] = 1 << 30
-    assert Runner(model).chunk == 512
+    assert Runner(model).chunk == Runner(model).room == 512
+
+
+def passes_of(runner: Runner) -> Passes:
+    """The new tokens of every row, of all passes from now on."""
+    assert isinstance(runner, FastRunner)
+    counts, encode = Passes(), runner.slate.encode
+
+    def spy(tokens: Tensor, rows: list[CacheRow], n: list[int]) -> Tensor:
+        counts.append(list(n))
+        return encode(tokens, rows, n)
+
+    runner.slate.encode = spy  # type: ignore[method-assign, assignment]
+    return counts
+
+
+def two_blocks(first: int, last: int) -> list[Request]:
+    """Prompts of 20 tokens; two blocks of 16 each."""
+    params = {"max_new_tokens": 32, "steps": 2, "early_stop": False}
+    return [Request(tuple(range(i, i + 20)), SamplingParams.build(**params, seed=i)) for i in range(first, last)]
 
 
 def test_prompts_and_commits_of_all_users_share_a_pass() -> None:
-    """Eight prompts of 20 tokens, then eight blocks of 16: one pass each, where the chunk has room for them."""
-    texts: dict[int, list[list[tuple[object, ...]]]] = {}
-    passes: dict[int, Passes] = {}
-    for chunk in (160, 32):
-        limits = Limits(max_rows=8, max_bytes=SMALL, chunk=chunk)
-        with fast_engine(limits) as engine:
+    """Eight prompts of 20 tokens, then eight blocks of 16: one pass each, where the chunk has room for them, or a pass
+    while no canvas is under way."""
+    texts, passes = list[list[list[tuple[object, ...]]]](), list[Passes]()
+    for chunk, room in ((160, 160), (32, 160), (32, 32)):
+        with fast_engine(Limits(max_rows=8, max_bytes=SMALL)) as engine:
             runner = engine.scheduler.runner
-            assert isinstance(runner, FastRunner)
-            counts = passes[chunk] = []
-            encode = runner.slate.encode
+            runner.chunk, runner.room = chunk, room
+            passes.append(passes_of(runner))
+            texts.append(all_at_once(engine, two_blocks(3, 11)))
+    assert passes[0] == passes[1] == [[20] * 8, [16] * 8]
+    assert len(passes[2]) > 8
+    assert texts[0] == texts[1] == texts[2]
 
-            def spy(
-                tokens: Tensor,
-                rows: list[CacheRow],
-                n: list[int],
-                counts: list[list[int]] = counts,
-                run: Encode = encode,
-            ) -> Tensor:
-                counts.append(list(n))
-                return run(tokens, rows, n)
 
-            runner.slate.encode = spy  # type: ignore[method-assign, assignment]
-            params = {"max_new_tokens": 32, "steps": 2, "early_stop": False}
-            asked = [Request(tuple(range(i, i + 20)), SamplingParams.build(**params, seed=i)) for i in range(3, 11)]
-            texts[chunk] = all_at_once(engine, asked)
-    assert passes[160] == [[20] * 8, [16] * 8]
-    assert len(passes[32]) > 8
-    assert texts[160] == texts[32]
+def test_who_is_under_way_waits_for_no_more_than_a_chunk() -> None:
+    with fast_engine(Limits(max_rows=8, max_bytes=SMALL)) as engine:
+        scheduler, runner = engine.scheduler, engine.scheduler.runner
+        runner.chunk, runner.room = 24, 160
+        passes = passes_of(runner)
+        asked = two_blocks(3, 11)
+        prepared = [engine._prepare(request, None)[0] for request in asked]
+        scheduler.add(prepared[0])
+        while not prepared[0].metrics.steps:
+            scheduler.tick()
+        for sequence in prepared[1:]:
+            scheduler.add(sequence)
+        before = len(passes)
+        while scheduler.busy:
+            stepping = any(s.phase == "denoise" and s.metrics.steps for s in scheduler.running)
+            scheduler.tick()
+            if stepping and len(passes) > before:
+                assert sum(passes[-1]) <= 24
+            before = len(passes)
+        assert sum(map(sum, passes)) == 8 * (20 + 16)
+
+
+def test_a_prompt_is_cut_by_the_chunk_however_much_room_there_is() -> None:
+    with fast_engine(Limits(max_rows=8, max_bytes=SMALL)) as engine:
+        runner = engine.scheduler.runner
+        runner.chunk, runner.room = 8, 160
+        passes = passes_of(runner)
+        all_at_once(engine, two_blocks(3, 5))
+        assert passes[:3] == [[8, 8], [8, 8], [4, 4]]
+
+
+def test_a_pass_is_recorded_for_what_a_row_has_at_most() -> None:
+    """Canvases of several rows, short prompts, or one long prompt among them; a lone row may have all tokens."""
+    with fast_engine(Limits(max_rows=8, max_bytes=SMALL, chunk=2048)) as engine:
+        runner = engine.scheduler.runner
+        assert isinstance(runner, FastRunner)
+        slate = runner.slate
+        assert slate.kind(8, [256] * 8, 768) == (8, 2048, 256, 2048)
+        assert slate.kind(8, [512] * 4, 512) == (8, 2048, 1024, 2048)
+        assert slate.kind(8, [1500, 20, 256], 1500) == (8, 2048, 2048, 2048)
+        assert slate.kind(8, [20, 16], 20) == (8, 64, 64, 2048)
+        assert slate.kind(1, [256], 768) == (1, 256, 256, 2048)
+        assert slate.kind(1, [600], 600) == (1, 1024, 1024, 2048)
+        assert str(slate.kind(8, [256] * 8, 768)) == "encoding 2048 tokens, a row 256 at most, up to 2048"
 
 
 def test_few_reaches_are_recorded_and_none_is_far_too_long() -> None:

@@ -259,10 +259,37 @@ def test_prefix_store() -> None:
     store.find([1, 9], 2)
     assert store.evict()
     assert store.find([1, 2, 3], 3)[1] == 1  # [1, 2, 3, 4] is gone; [1, 9] shares one token
-    assert store.nbytes == sum(row.nbytes for row in store._rows.values())
+    assert store.nbytes == sum(row.nbytes for _, row in store._rows) > 0
     while store.evict():
         pass
     assert store.nbytes == 0
+
+
+@given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 1), min_size=1, max_size=9)), max_size=20))
+def test_prefix_store_goes_by_use(asked: list[tuple[bool, list[int]]]) -> None:
+    """Against the same with a dict: what is found, what is kept, and who goes first."""
+    store, kept = PrefixStore(), dict[tuple[int, ...], CacheRow]()
+    for put, tokens in asked:
+        key = tuple(tokens)
+        if put:
+            row = row_of(len(key))
+            store.put(tokens, row)
+            for known in [k for k in kept if len(k) < len(key) and key[: len(k)] == k and row.can_truncate(len(k))]:
+                del kept[known]
+            kept.pop(key, None)
+            kept[key] = row
+            continue
+        usable = [(common(k, key), k) for k, row in kept.items() if row.can_truncate(common(k, key))]
+        shared, best = max(usable, key=lambda pair: pair[0], default=(0, ()))
+        found = store.find(tokens, len(tokens))
+        if not shared:
+            assert found is None
+            continue
+        kept[best] = kept.pop(best)
+        assert found is not None
+        assert found[0] is kept[best]
+        assert found[1] == shared
+    assert store._rows == list(kept.items())
 
 
 # ---- the twin's draw ---------------------------------------------------------------------------------------------

@@ -184,6 +184,14 @@ def test_rows_that_share_the_tokens_of_a_pass(rows, monkeypatch) -> None:
             assert torch.equal(alone, got[own])
 
 
+@pytest.mark.parametrize("blocks", [SPLIT, WHOLE, WIDE])
+def test_what_a_row_may_have_at_most_does_not_show(blocks) -> None:
+    q, k, v, prefix, new = make(MIXED, slots=64)
+    args = (q, k, v, prefix)
+    got = [attention_triton.attend(*args, New(new.begin, most), True, None, blocks) for most in (12, 16, 24, 96)]
+    assert all(torch.equal(one, got[0]) for one in got[1:])
+
+
 def test_wide_heads_take_turns_where_room_is_short(monkeypatch) -> None:
     q, k, v, prefix, new = make(MIXED, slots=64)
     whole = attention_triton.attend(q, k, v, prefix, new, True, None, WIDE)

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diffusiongemma.text import Detokenizer, Tokenizer
+from diffusiongemma.text.tokenizer import Entry
 from text.fixtures import KINDS, SPECIAL_IDS, make_tokenizer
 
 
@@ -65,22 +66,45 @@ def test_every_token_is_looked_at_once(kind: str, text: str, monkeypatch: pytest
     tokenizer = make_tokenizer(kind)
     ids = (tokenizer.encode(text) * 10_000)[:10_000]
     looks, decoded = 0, 0
-    token_bytes, decode = tokenizer.token_bytes, tokenizer.decode
+    entries, decode = tokenizer.entries, tokenizer.decode
 
-    def counted_bytes(id: int) -> bytes | None:
+    def counted_entries(ids: list[int], skip_special: bool = False) -> list[Entry]:
         nonlocal looks
-        looks += 1
-        return token_bytes(id)
+        looks += len(ids)
+        return entries(ids, skip_special)
 
     def counted_decode(ids: list[int], skip_special: bool = True) -> str:
         nonlocal decoded
         decoded += len(ids)
         return decode(ids, skip_special)
 
-    monkeypatch.setattr(tokenizer, "token_bytes", counted_bytes)
+    monkeypatch.setattr(tokenizer, "entries", counted_entries)
     monkeypatch.setattr(tokenizer, "decode", counted_decode)
     detokenizer = Detokenizer(tokenizer)
     streamed = "".join([detokenizer.push([id]) for id in ids]) + detokenizer.finish()
     assert looks == len(ids)
     assert decoded <= len(set(ids))  # once a distinct token, then remembered
     assert streamed == decode(ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_of_the_model_alone_are_nothing_and_cost_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, asked = make_tokenizer(kind), list[int]()
+    compute = tokenizer._compute_entry
+    monkeypatch.setattr(tokenizer, "_compute_entry", lambda id: (asked.append(id), compute(id))[1])
+    ids = [i for a in tokenizer.encode("word ") for i in (a, tokenizer.vocab_size + a)]
+    before = len(tokenizer._entries)
+    assert Detokenizer(tokenizer).push(ids) == "word "
+    assert max(asked, default=0) < tokenizer.vocab_size
+    assert len(tokenizer._entries) <= before + len(set(ids[::2]))
+
+
+@given(stream=streams(), skip_special=st.booleans())
+def test_a_text_at_once_is_its_tokens_one_by_one(stream: tuple[Tokenizer, list[list[int]]], skip_special: bool) -> None:
+    tokenizer, chunks = stream
+    ids = [id for chunk in chunks for id in chunk]
+    whole, single = Detokenizer(tokenizer, skip_special), Detokenizer(tokenizer, skip_special)
+    assert whole.push(ids) == "".join([single.push([id]) for id in ids])
+    assert whole.finish() == single.finish()
+    kept = [id for id in ids if not (skip_special and tokenizer.is_special(id))]
+    assert tokenizer.entries(ids, skip_special) == [(tokenizer.token_bytes(id), tokenizer.is_byte(id)) for id in kept]

@@ -61,8 +61,8 @@ def _case(subject: Subject, users: int, config: dict[str, Any]) -> dict[str, Any
         run(0)  # warms up
         seconds = statistics.median(run(1 + i).seconds for i in range(config["repeat"]))
         highest = peak(subject.device)
-        chunk = engine.scheduler.chunk
-    floor = request_seconds(subject.model, subject.card, users, prefix, wanted, steps, width, chunk)
+        passes = engine.scheduler.chunk, engine.scheduler.room
+    floor = request_seconds(subject.model, subject.card, users, prefix, wanted, steps, width, *passes)
     total = users * wanted
     return {
         "users": users, "tokens_per_second": total / seconds, "floor_tokens_per_second": total / floor,

@@ -89,20 +89,31 @@ def encode_work(model: DiffusionGemma, users: int, prefix: int, tokens: int, hit
     return work
 
 
-def prompt_seconds(model: DiffusionGemma, card: Card, users: int, prefix: int, chunk: int) -> float:
-    """Prompts of all users, in passes of at most `chunk` tokens: short ones share a pass, long ones are cut."""
-    each = min(users, max(1, chunk // prefix))
-    hit, total = expected_hit(model, min(chunk, each * prefix)), 0.0
+def prompt_seconds(
+    model: DiffusionGemma, card: Card, users: int, prefix: int, chunk: int, room: int | None = None
+) -> float:
+    """Prompts of all users: they share passes of at most `room` tokens (None: `chunk`), and `chunk` cuts long ones."""
+    longest = min(prefix, chunk)
+    each = min(users, max(1, (room or chunk) // longest))
+    hit, total = expected_hit(model, each * longest), 0.0
     for at in range(0, prefix, chunk):
         total += users / each * encode_work(model, each, at, min(chunk, prefix - at), hit).seconds(card)
     return total
 
 
 def request_seconds(
-    model: DiffusionGemma, card: Card, users: int, prefix: int, tokens: int, steps: int, width: int, chunk: int
+    model: DiffusionGemma,
+    card: Card,
+    users: int,
+    prefix: int,
+    tokens: int,
+    steps: int,
+    width: int,
+    chunk: int,
+    room: int | None = None,
 ) -> float:
     """Prompts, the steps of every block of all users together, a commit of every block but the last."""
-    total, hit = prompt_seconds(model, card, users, prefix, chunk), expected_hit(model, users * width)
+    total, hit = prompt_seconds(model, card, users, prefix, chunk, room), expected_hit(model, users * width)
     blocks = -(-tokens // width)
     for block in range(blocks):
         at = prefix + block * width

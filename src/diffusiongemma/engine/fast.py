@@ -18,7 +18,7 @@ from diffusiongemma.engine.draw import DrawLane, drawable
 from diffusiongemma.engine.graphs import Recorder
 from diffusiongemma.engine.lane import Lane, is_ruled, is_warm
 from diffusiongemma.engine.params import WIDTHS
-from diffusiongemma.engine.runner import Runner, default_chunk
+from diffusiongemma.engine.runner import FULL, LARGE_CHUNK, Runner, default_chunk
 from diffusiongemma.engine.scheduler import Limits
 from diffusiongemma.engine.sequence import Sequence
 from diffusiongemma.engine.slate import Slate
@@ -55,7 +55,9 @@ class FastRunner(Runner):
         self.pool = CachePool(model.config, limits.max_bytes, self.dtype, self.device)
         self.network = FusedNetwork(model, self.pool, ops, overlap)
         self.recorder = Recorder(self.device, graphs, before=self.outbox.deliver)
-        self.slate = Slate(self.network, self.recorder, limits.max_rows, self.chunk + limits.max_rows)
+        self.room = FULL if limits.chunk is None and self.chunk == LARGE_CHUNK else self.chunk
+        most = max(self.room, self.chunk + limits.max_rows)
+        self.slate = Slate(self.network, self.recorder, limits.max_rows, most)
         self.drawing = DrawLane(self.network, self.recorder, limits.max_rows)
         self._usual = {*WIDTHS, model.config.canvas_length}
         self._lanes: dict[Place, Lane] = {}  # the last used comes last
@@ -100,7 +102,9 @@ class FastRunner(Runner):
         for place in {**dict.fromkeys(self._flying()), **seated}:
             if self._launch(lane := self.lane(*place), seated.get(place, [])):
                 lanes.append(lane)
+        blocks = self._commit_ahead(lanes, len(sequences)) if self.ahead else []
         self._land(lanes)
+        self._settle(blocks)
         self._drop_lanes()
         if plain:
             super().denoise(plain)
@@ -134,6 +138,29 @@ class FastRunner(Runner):
                 lane.land()
         if any(lane.flights for lane in lanes):
             self.outbox.deliver()
+
+    def _commit_ahead(self, lanes: Seq[Lane], waiting: int) -> list[tuple[Sequence, int]]:
+        """Launch the commit of blocks whose last step is under way, if nobody else waits: the device has their tokens
+        before the host has. -> whose, and how many tokens its row had before"""
+        ending = lanes[0].ending() if len(lanes) == 1 else []
+        rows = [sequence.row for sequence in ending if sequence.row is not None]
+        if not rows or len(rows) != waiting or len(rows) * lanes[0].width > self.room:
+            return []
+        before = [(sequence, row.length) for sequence, row in zip(ending, rows, strict=True)]
+        tokens = lanes[0].board.previous[: len(rows)].flatten()
+        self.slate.encode(tokens, rows, [lanes[0].width] * len(rows))
+        return before
+
+    def _settle(self, blocks: Seq[tuple[Sequence, int]]) -> None:
+        """These blocks were committed before they were read. Who turned out to be at its end, or was cancelled, forgets
+        what came after it; the others go on."""
+        for sequence, before in blocks:
+            assert sequence.row is not None
+            if sequence.phase == "encode":
+                sequence.metrics.encoder_forwards += 1
+                sequence.encoded()
+            else:
+                sequence.row.truncate(before)
 
     def _place(self, sequence: Sequence) -> Place | None:
         """The lane that this canvas goes in; None: the plain way."""

@@ -220,6 +220,13 @@ class Lane:
         passengers = self.flights[0].passengers if self.flights else []
         return [s for s, canvas in passengers if s.phase == "denoise" and s.canvas is canvas]
 
+    def ending(self) -> list[Sequence]:
+        """Whose last step is under way, row by row, if that is all who are seated and more is to follow for each: where
+        the board keeps their best tokens, their blocks will be."""
+        seated = self.passengers
+        last = len(self.flights) == 1 and self.expected() == seated
+        return seated if last and all(_ends(s, canvas) and s.expects_more for s, canvas in self._seats) else []
+
     def certain_to_go_on(self) -> bool:
         """Is no canvas expected to be done with the step that is under way?"""
         return all(_goes_on(sequence, canvas) for sequence, canvas in self._seats)
@@ -231,6 +238,13 @@ def is_ruled(denoiser: Denoiser) -> bool:
 
 def is_warm(denoiser: Denoiser) -> bool:
     return denoiser.schedule.t_min >= WARM
+
+
+def _ends(sequence: Sequence, canvas: Canvas) -> bool:
+    """Is the step after this canvas its last?"""
+    denoiser = sequence.denoiser
+    assert denoiser is not None
+    return canvas.step + 1 >= denoiser.schedule.steps
 
 
 def _goes_on(sequence: Sequence, canvas: Canvas) -> bool:

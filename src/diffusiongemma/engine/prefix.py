@@ -6,7 +6,6 @@ first when memory is short.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence as Seq
 
 from diffusiongemma.model import CacheRow
@@ -14,11 +13,12 @@ from diffusiongemma.model import CacheRow
 
 class PrefixStore:
     def __init__(self) -> None:
-        self._rows: OrderedDict[tuple[int, ...], CacheRow] = OrderedDict()  # oldest use first
+        # Oldest use first. No dict: whoever looks goes over all of them, and the hash of a long text takes a while.
+        self._rows: list[tuple[tuple[int, ...], CacheRow]] = []
 
     @property
     def nbytes(self) -> int:
-        return sum(row.nbytes for row in self._rows.values())
+        return sum(row.nbytes for _, row in self._rows)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -29,29 +29,31 @@ class PrefixStore:
         assert row.length == len(key)
         if not key:
             return
-        for known in [k for k in self._rows if len(k) < len(key) and key[: len(k)] == k]:
-            if row.can_truncate(len(known)):  # the longer row can do what the shorter one could
-                del self._rows[known]
-        self._rows[key] = row
-        self._rows.move_to_end(key)
+
+        def replaces(known: tuple[int, ...]) -> bool:
+            """Can the new row do what that one could?"""
+            return key[: len(known)] == known and (len(known) == len(key) or row.can_truncate(len(known)))
+
+        self._rows = [kept for kept in self._rows if not replaces(kept[0])]
+        self._rows.append((key, row))
 
     def find(self, tokens: Seq[int], at_most: int) -> tuple[CacheRow, int] | None:
         """The row that shares the longest beginning with these tokens, and how long that is (`at_most` or less)."""
-        best: tuple[tuple[int, ...], int] | None = None
-        for key, row in self._rows.items():
+        best, longest = None, 0
+        for at, (key, row) in enumerate(self._rows):
             shared = min(common(key, tokens), at_most)
-            if shared > (best[1] if best else 0) and row.can_truncate(shared):
-                best = (key, shared)
+            if shared > longest and row.can_truncate(shared):
+                best, longest = at, shared
         if best is None:
             return None
-        self._rows.move_to_end(best[0])
-        return self._rows[best[0]], best[1]
+        self._rows.append(self._rows.pop(best))
+        return self._rows[-1][1], longest
 
     def evict(self) -> bool:
         """Forget the row that was not used for longest; False if there is none."""
         if not self._rows:
             return False
-        self._rows.popitem(last=False)
+        del self._rows[0]
         return True
 
     def clear(self) -> None:

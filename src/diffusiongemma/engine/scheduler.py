@@ -23,7 +23,8 @@ from diffusiongemma.model import CacheRow
 class Limits:
     max_rows: int = 16  # sequences that run at once
     max_bytes: int = 2 << 30  # of K/V cache, running rows and kept prefixes together
-    # Tokens that one tick encodes, so that prompts do not stall canvases; None: as the device likes it, `Runner.chunk`.
+    # Tokens that one tick encodes, so that prompts do not stall canvases; None: as the device likes it, `Runner.chunk`,
+    # and as much as it has room for, `Runner.room`, where no canvas is under way.
     chunk: int | None = None
 
     def __post_init__(self) -> None:
@@ -61,6 +62,12 @@ class Scheduler:
     def chunk(self) -> int:
         """Tokens that one tick encodes at most, those of the autoregressive twin aside."""
         return self.limits.chunk or self.runner.chunk
+
+    @property
+    def room(self) -> int:
+        """… where no canvas waits meanwhile: prompts that came together, and blocks that are committed together, need
+        not take turns then. A prompt is cut by `chunk` all the same."""
+        return self.limits.chunk or self.runner.room
 
     @property
     def busy(self) -> bool:
@@ -150,7 +157,8 @@ class Scheduler:
         Where a prompt is cut does not depend on who else is here: another cut could round differently.
         """
         work = [(s, s.chunk(1)) for s in self.running if s.phase == "draw"]
-        budget = self.chunk
+        stepping = any(s.phase in ("denoise", "score") and s.metrics.steps for s in self.running)
+        budget = self.chunk if work or stepping else self.room
         for sequence in self.running:
             if sequence.phase == "encode" and len(tokens := sequence.chunk(self.chunk)) <= budget:
                 work.append((sequence, tokens))

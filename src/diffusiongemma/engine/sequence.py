@@ -84,6 +84,18 @@ class Sequence:
         return self.row is not None and self.row.length >= len(self.request.prompt)
 
     @property
+    def expects_more(self) -> bool:
+        """With the last step of its canvas under way: does another block follow, unless an end of text comes up that
+        the step before did not have? If it does, its row must be able to forget this block again."""
+        canvas, row = self.canvas, self.row
+        if self.cancelled or canvas is None or canvas.argmax is None or row is None:
+            return False
+        if self.params.stop or self.request.score or self._redos < self.params.redo:
+            return False  # more than the tokens decides what becomes of them
+        follows = len(self.reply) + len(canvas) < self.params.max_new_tokens
+        return follows and row.length + len(canvas) <= row.ring and self._first_end(canvas.argmax.tolist()) is None
+
+    @property
     def to_encode(self) -> int:
         """Tokens that are known but not in the cache."""
         assert self.row is not None
@@ -150,7 +162,7 @@ class Sequence:
         self.metrics.steps += 1
         if self.metrics.first_draft_seconds is None:
             self.metrics.first_draft_seconds = self.age
-        self._commit([token], [logprob] if logprob else None, self._is_end(token))
+        self._commit([token], [logprob] if logprob else None, token in self._ends)
         if self.phase != "ended":
             self.tokens.append(token)
 
@@ -199,7 +211,7 @@ class Sequence:
         assert canvas.argmax is not None
         block = canvas.argmax.tolist()
         room = self.params.max_new_tokens - len(self.reply)
-        end = next((i for i, token in enumerate(block) if self._is_end(token)), None)
+        end = self._first_end(block)
         kept = block[: end if end is not None else len(block)][:room]
         ended = end is not None and end < room
         if self._redos < self.params.redo:
@@ -226,8 +238,11 @@ class Sequence:
             # The score is the text's alone, not that of the way to it: no conditioning on earlier steps.
             self.phase, self.soft = ("score" if self.to_score else "encode"), None
 
-    def _is_end(self, token: int) -> bool:
-        return token in self._ends
+    def _first_end(self, tokens: list[int]) -> int | None:
+        """Where the first token lies that ends the reply."""
+        if self._ends.isdisjoint(tokens):
+            return None
+        return next(at for at, token in enumerate(tokens) if token in self._ends)
 
     def _commit(self, kept: list[int], logprobs: list[TokenLogprob] | None, ended: bool) -> None:
         """Take these tokens as final, have their text told, and end the request if it is over."""
@@ -256,7 +271,7 @@ class Sequence:
         assert canvas is not None
         assert canvas.argmax is not None
         assert canvas.entropy is not None
-        end = next((i for i, token in enumerate(canvas.argmax.tolist()) if self._is_end(token)), None)
+        end = self._first_end(canvas.argmax.tolist())
         settled = end is not None and end == self._settled_end and float(canvas.entropy[end]) < self.params.confidence
         self._settled_end = end
         if end is None or not settled:

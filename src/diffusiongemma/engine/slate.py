@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +21,19 @@ from diffusiongemma.model.pool import PoolRow
 from diffusiongemma.ops.attention_cached import New
 
 LEAST = 64  # tokens of the smallest recorded pass; each further one has twice as many
+MOST = (256, 1024)  # tokens that each row of a pass may have: those of a canvas, of a short prompt; else all there are
+
+
+class Kind(NamedTuple):
+    """What a pass is recorded for. Nothing of it shows in a row: it says what is launched, not what is computed."""
+
+    rows: int
+    size: int  # tokens of all rows
+    most: int  # … of any of them. Each could have all: of eight rows, seven in eight programs would find nothing
+    reach: int  # `CachePool.reach_for` the longest cache row
+
+    def __str__(self) -> str:
+        return f"encoding {self.size} tokens, a row {self.most} at most, up to {self.reach}"
 
 
 class Slate:
@@ -33,45 +48,49 @@ class Slate:
         self.length = torch.zeros(rows, dtype=torch.int32, device=device)
         self.begin = torch.zeros(rows + 1, dtype=torch.int32, device=device)
         self.hidden = torch.zeros(room, config.hidden_size, dtype=network.dtype, device=device)
-        self._passes: dict[tuple[int, int, int], Work] = {}
+        self._passes: dict[Kind, Work] = {}
 
     def size_for(self, tokens: int) -> int:
         return max(LEAST, 1 << (tokens - 1).bit_length())
 
     def encode(self, tokens: Tensor, rows: Sequence[CacheRow], counts: Sequence[int]) -> Tensor:
-        """tokens [N], on the CPU -> hidden [N, D], overwritten by the next pass; the rows grow by them"""
+        """tokens [N], on CPU or device -> hidden [N, D], overwritten by the next pass; the rows grow by them"""
         pooled = [row for row in rows if isinstance(row, PoolRow)]
         assert len(pooled) == len(rows) <= self.most_rows
         total = tokens.shape[0]
-        size = self.size_for(total)
         at = [torch.arange(row.length, row.length + n, dtype=torch.int32) for row, n in zip(rows, counts, strict=True)]
         # One row is a case of its own: a pass for many looks for work in each of them.
         lines = 1 if len(rows) == 1 else self.most_rows
-        begin = torch.tensor([0, *counts, *[0] * (lines - len(rows))]).cumsum(0).int()
-        lengths = torch.zeros(lines, dtype=torch.int32)
-        lengths[: len(rows)] = torch.tensor([row.length for row in rows])
+        unused = [0] * (lines - len(rows))
+        begin = torch.tensor([*accumulate([0, *counts, *unused])], dtype=torch.int32)
+        lengths = torch.tensor([*(row.length for row in rows), *unused], dtype=torch.int32)
         self.tokens[:total].copy_(tokens, non_blocking=True)
         self.positions[:total].copy_(torch.cat(at), non_blocking=True)
         self.length[:lines].copy_(lengths, non_blocking=True)
         self.offsets[:, : len(rows)].copy_(self.network.pool.offsets(pooled), non_blocking=True)
         longest = max(row.length + count for row, count in zip(rows, counts, strict=True))
-        work = self.recorded(lines, size, self.network.pool.reach_for(longest))
+        work = self.recorded(self.kind(lines, counts, longest))
         self.begin[: lines + 1].copy_(begin, non_blocking=True)
         work()
         for row, count in zip(rows, counts, strict=True):
             row.advance(count)
         return self.hidden[:total]
 
-    def recorded(self, rows: int, size: int, reach: int) -> Work:
-        key = (rows, size, reach)
-        if key not in self._passes:
+    def kind(self, rows: int, counts: Sequence[int], longest: int) -> Kind:
+        """The pass for so many new tokens of each row, the longest of which then has `longest`."""
+        size = self.size_for(sum(counts))
+        most = size if rows == 1 else next((most for most in MOST if max(counts) <= most), size)
+        return Kind(rows, size, min(size, most), self.network.pool.reach_for(longest))
+
+    def recorded(self, kind: Kind) -> Work:
+        if kind not in self._passes:
             self.begin.zero_()  # recording runs the pass, which must not write into anybody's row
-            name = f"encoding {size} tokens, up to {reach}"
-            self._passes[key] = self.recorder.record(name, partial(self._encode, rows, size, reach))
-        return self._passes[key]
+            self._passes[kind] = self.recorder.record(str(kind), partial(self._encode, kind))
+        return self._passes[kind]
 
     @torch.inference_mode()
-    def _encode(self, rows: int, size: int, reach: int) -> None:
-        new = New(self.begin[: rows + 1], size)
-        batch = Batch(self.offsets[:, :rows], self.length[:rows], self.positions[:size], new, reach)
+    def _encode(self, kind: Kind) -> None:
+        rows, size = kind.rows, kind.size
+        new = New(self.begin[: rows + 1], kind.most)
+        batch = Batch(self.offsets[:, :rows], self.length[:rows], self.positions[:size], new, kind.reach)
         self.hidden[:size].copy_(self.network.encode(self.tokens[:size], batch))

@@ -23,19 +23,19 @@ class Detokenizer:
 
     def push(self, ids: Iterable[int]) -> str:
         """Take more tokens; return the text that has become certain."""
-        tokenizer, out = self._tokenizer, []
-        for id in ids:
-            if self._skip_special and tokenizer.is_special(id):
+        entries = self._tokenizer.entries(ids, self._skip_special)
+        if self._tokenizer.byte_level:
+            return self._utf8.decode(b"".join([data for data, _ in entries if data]))
+        out = []
+        for data, is_byte in entries:
+            if data is None:
                 continue
-            if (data := tokenizer.token_bytes(id)) is None:
-                continue
-            if tokenizer.byte_level:
-                out.append(self._utf8.decode(data))
-            elif tokenizer.is_byte(id):
+            if is_byte:
                 self._run += data
-            else:
+                continue
+            if self._run:
                 out.append(self._end_run())
-                out.append(data.decode())
+            out.append(data.decode())
         return "".join(out)
 
     def finish(self) -> str:

@@ -27,6 +27,8 @@ CONTROL_TOKENS = tuple(
 )
 _CONVENTIONAL = {"pad": "<pad>", "eos": "<eos>", "bos": "<bos>", "unk": "<unk>"}
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+Entry = tuple[bytes | None, bool]  # what a token adds to the text (None: there is no such token); is it `<0xNN>`?
+_NONE: Entry = (None, False)
 
 
 class Tokenizer:
@@ -54,7 +56,7 @@ class Tokenizer:
         # An unknown character may become <unk> in plain text; every other special id there would be a forgery.
         self._forbidden = self._special_ids - {ids.get("unk")}
         self.vocab_size = max(self._full.get_vocab().values(), default=-1) + 1  # every id is below this
-        self._entries: dict[int, tuple[bytes | None, bool]] = {}
+        self._entries: dict[int, Entry] = {}
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Tokenizer:
@@ -116,16 +118,23 @@ class Tokenizer:
         """The text of one token, for display; a part of a character shows as U+FFFD."""
         return (self.token_bytes(id) or b"").decode(errors="replace")
 
-    def _entry(self, id: int) -> tuple[bytes | None, bool]:
+    def entries(self, ids: Iterable[int], skip_special: bool = False) -> list[Entry]:
+        """`token_bytes` and `is_byte` of each of these, special ones perhaps left out: a text at once."""
+        known, skipped = self._entries, self._special_ids if skip_special else frozenset()
+        return [known.get(id) or self._entry(id) for id in ids if id not in skipped]
+
+    def _entry(self, id: int) -> Entry:
         if (known := self._entries.get(id)) is None:
+            if type(id) is int and id >= self.vocab_size:
+                return _NONE  # a model may have far more tokens than a tokenizer: the library need not be asked
             known = self._entries[id] = self._compute_entry(id)
         return known
 
-    def _compute_entry(self, id: int) -> tuple[bytes | None, bool]:
+    def _compute_entry(self, id: int) -> Entry:
         with _guarded(f"{id!r} is not a token id"):
             token = self._full.id_to_token(id)
         if token is None:
-            return None, False
+            return _NONE
         if self.byte_level:
             alphabet = _byte_alphabet()
             return bytes(alphabet[c] for c in token) if alphabet.keys() >= set(token) else token.encode(), False
