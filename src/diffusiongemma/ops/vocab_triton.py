@@ -33,7 +33,8 @@ from diffusiongemma.ops.vocab import Reading, Rules, Table
 from diffusiongemma.ops.weigh_triton import NEVER, WIDEST, Stats, head_blocks, reference, weigh_fused, weigh_library
 
 How = Literal["fused", "library"]
-CHUNK = 1024  # positions that are read at once: bounds the weights to 0.5 GB
+CHUNK = 1024  # positions that are read at once: bounds the weights to 0.5 GB (as fp8, 0.3 more)
+ROOMY = 64 << 30  # a card with so many bytes reads twice as many at once, and the table half as often
 
 
 def supported(hidden: Tensor, table: Table, soft: bool) -> str | None:
@@ -147,9 +148,10 @@ def vocab_end(
     """
     fixed = coldest is not None and cap / coldest <= WIDEST
     parts = []
-    for first in range(0, hidden.shape[0], CHUNK):
-        x = hidden[first : first + CHUNK]
-        part = rules.rows(first, first + CHUNK).contiguous()
+    chunk = _chunk(hidden.device)
+    for first in range(0, hidden.shape[0], chunk):
+        x = hidden[first : first + chunk]
+        part = rules.rows(first, first + chunk).contiguous()
         if how == "fused":
             weights, stats, tile = weigh_fused(x, table, part, cap, head_blocks(few, table.weight.dtype), fixed)
         else:
@@ -167,6 +169,11 @@ def vocab_end(
         torch.cat([p.sample_logprob for p in parts]),
         torch.cat(softs) if softs else None,
     )
+
+
+def _chunk(device: torch.device) -> int:
+    roomy = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory >= ROOMY
+    return 2 * CHUNK if roomy else CHUNK
 
 
 class Weighed(NamedTuple):
