@@ -411,6 +411,14 @@ def test_mistakes_are_one_message(
     assert says in err
 
 
+def test_temperatures_below_the_released_ones_are_no_mistake() -> None:
+    """Each was judged beside the other's default, not beside what is written or what the model has."""
+    given = EvalOptions(option=["t_max=0.2", "t_min=0.05"]).sampling()
+    assert given == {"diffusion": {"t_max": 0.2, "t_min": 0.05}}
+    with pytest.raises(ConfigError, match="t_max must be a number above 0"):
+        EvalOptions(option=["t_max=0"]).sampling()
+
+
 def test_case_sets_and_options_have_plain_defaults() -> None:
     assert CaseSet("a", [1]).remarks == ()
     assert EvalOptions().sampling() == {"diffusion": {}}

@@ -99,10 +99,12 @@ class EvalOptions:
                 value: Any = json.loads(raw)
             except ValueError:
                 raise InputError(f"--option {name}: {raw!r} is not a number") from None
+            # t_min and t_max are judged together, and one of them may be the checkpoint's own.
+            alone = {"t_min": value, "t_max": value} if name in ("t_min", "t_max") else {name: value}
             refused = None
             for mode in modes:
                 try:
-                    SamplingParams.build(mode=mode, **{name: value})
+                    SamplingParams.build(mode=mode, **alone)
                     found[mode][name] = value
                 except ConfigError as error:
                     refused = error
