@@ -47,9 +47,9 @@ def watched(engine: Engine) -> Iterator[list[str]]:
 
         def spy(owner: object, name: str, word: str) -> None:
             work = getattr(owner, name)
-            patch.setattr(owner, name, lambda *args: (found.append(word), work(*args))[1])
+            patch.setattr(owner, name, lambda *args, **rest: (found.append(word), work(*args, **rest))[1])
 
-        spy(runner.slate, "encode", "encode")
+        spy(runner.slate, "_pass", "encode")
         spy(Lane, "land", "read")
         spy(Lane, "launch", "step")
         spy(runner.pool.new_row(1).__class__, "truncate", "forget")

@@ -214,8 +214,9 @@ def test_generate_batch(engine) -> None:
 def test_the_last_block_is_not_encoded(monkeypatch) -> None:
     with make_engine() as engine:
         seen = []
-        run = engine.model.encode_packed
-        monkeypatch.setattr(engine.model, "encode_packed", lambda t, *a: (seen.append(t.shape[0]), run(t, *a))[1])
+        run = engine.model.remember_packed
+        monkeypatch.setattr(engine.model, "remember_packed", lambda t, *a: (seen.append(t.shape[0]), run(t, *a))[1])
+        monkeypatch.setattr(engine.model, "encode_packed", lambda *a: pytest.fail("nobody reads hidden states"))
         heads = []
         head = engine.model.logits
         monkeypatch.setattr(engine.model, "logits", lambda h: (heads.append(h.shape[0]), head(h))[1])
@@ -225,6 +226,20 @@ def test_the_last_block_is_not_encoded(monkeypatch) -> None:
     assert heads == [16] * 6  # one for each denoising step, none for a commit
     assert result.metrics.encoder_forwards == 3
     assert result.metrics.decoder_forwards == 6
+
+
+def test_hidden_states_are_made_where_a_token_is_drawn(monkeypatch) -> None:
+    """Of a prompt that takes three passes, only by the last."""
+    with make_engine(limits=Limits(chunk=16)) as engine:
+        seen = []
+        for name in ("remember_packed", "encode_packed"):
+            run = getattr(engine.model, name)
+            monkeypatch.setattr(
+                engine.model, name, lambda t, *a, run=run, name=name: (seen.append((name, len(t))), run(t, *a))[1]
+            )
+        params = SamplingParams.build(mode="ar", max_new_tokens=3, temperature=0.0)
+        collect(engine.submit(Request(tuple(range(3, 43)), params, ends=False)))
+    assert seen == [("remember_packed", 16), ("remember_packed", 16), ("encode_packed", 8), *[("encode_packed", 1)] * 2]
 
 
 def test_a_second_turn_encodes_only_what_is_new() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import pytest
 import torch
@@ -198,13 +198,13 @@ def test_a_card_with_memory_to_spare_encodes_more_at_once(monkeypatch: pytest.Mo
 def passes_of(runner: Runner) -> Passes:
     """The new tokens of every row, of all passes from now on."""
     assert isinstance(runner, FastRunner)
-    counts, encode = Passes(), runner.slate.encode
+    counts, run = Passes(), runner.slate._pass
 
-    def spy(tokens: Tensor, rows: list[CacheRow], n: list[int]) -> Tensor:
+    def spy(tokens: Tensor, rows: Sequence[CacheRow], n: Sequence[int], hidden: bool) -> None:
         counts.append(list(n))
-        return encode(tokens, rows, n)
+        run(tokens, rows, n, hidden=hidden)
 
-    runner.slate.encode = spy  # type: ignore[method-assign, assignment]
+    runner.slate._pass = spy  # type: ignore[method-assign]
     return counts
 
 
@@ -266,13 +266,15 @@ def test_a_pass_is_recorded_for_what_a_row_has_at_most() -> None:
         runner = engine.scheduler.runner
         assert isinstance(runner, FastRunner)
         slate = runner.slate
-        assert slate.kind(8, [256] * 8, 768) == (8, 2048, 256, 2048)
-        assert slate.kind(8, [512] * 4, 512) == (8, 2048, 1024, 2048)
-        assert slate.kind(8, [1500, 20, 256], 1500) == (8, 2048, 2048, 2048)
-        assert slate.kind(8, [20, 16], 20) == (8, 64, 64, 2048)
-        assert slate.kind(1, [256], 768) == (1, 256, 256, 2048)
-        assert slate.kind(1, [600], 600) == (1, 1024, 1024, 2048)
-        assert str(slate.kind(8, [256] * 8, 768)) == "encoding 2048 tokens, a row 256 at most, up to 2048"
+        assert slate.kind(8, [256] * 8, 768, True) == (8, 2048, 256, 2048, True)
+        assert slate.kind(8, [512] * 4, 512, True) == (8, 2048, 1024, 2048, True)
+        assert slate.kind(8, [1500, 20, 256], 1500, False) == (8, 2048, 2048, 2048, False)
+        assert slate.kind(8, [20, 16], 20, True) == (8, 64, 64, 2048, True)
+        assert slate.kind(1, [256], 768, True) == (1, 256, 256, 2048, True)
+        assert slate.kind(1, [600], 600, True) == (1, 1024, 1024, 2048, True)
+        what = "2048 tokens, a row 256 at most, up to 2048"
+        assert str(slate.kind(8, [256] * 8, 768, True)) == f"encoding {what}"
+        assert str(slate.kind(8, [256] * 8, 768, False)) == f"remembering {what}"
 
 
 def test_few_reaches_are_recorded_and_none_is_far_too_long() -> None:

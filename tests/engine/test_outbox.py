@@ -72,8 +72,8 @@ def orders_of(engine: Engine, request: Request) -> list[str]:
     """What happens, in order, while this request runs: passes that are launched, and blocks that are told."""
     runner, found = engine.scheduler.runner, list[str]()
     assert isinstance(runner, FastRunner)
-    encode = runner.slate.encode
-    runner.slate.encode = lambda *args: (found.append("encode"), encode(*args))[1]  # type: ignore[method-assign]
+    encode = runner.slate._pass
+    runner.slate._pass = lambda *a, **k: (found.append("encode"), encode(*a, **k))[1]  # type: ignore[method-assign]
     lanes = [runner.lane(16, ruled=True), runner.drawing]
     launches = [lane.launch for lane in lanes]
     for lane, launch in zip(lanes, launches, strict=True):
@@ -86,7 +86,7 @@ def orders_of(engine: Engine, request: Request) -> list[str]:
     engine.scheduler.add(sequence)
     while engine.scheduler.busy:
         engine.scheduler.tick()
-    runner.slate.encode = encode  # type: ignore[method-assign]
+    runner.slate._pass = encode  # type: ignore[method-assign]
     for lane, launch in zip(lanes, launches, strict=True):
         lane.launch = launch  # type: ignore[method-assign]
     return found

@@ -78,6 +78,26 @@ def test_it_computes_what_the_plain_network_does(kind: str | None) -> None:
                     torch.testing.assert_close(torch.cat(a, dim=1), torch.cat(b, dim=1), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind", [None, "fp8"])
+def test_remembering_fills_the_cache_as_encoding_does(kind: str | None) -> None:
+    torch.manual_seed(1)
+    model = network(kind)
+    assert prepare(model, torch_ops()) == []
+    pool = CachePool(CONFIG, 1 << 20, torch.float32)
+    fused = FusedNetwork(model, pool, torch_ops())
+    read, kept = ([pool.new_row(n) for n in (60, 40)] for _ in range(2))
+    for counts in ([20, 3], [1, 1], [16, 30]):
+        tokens = torch.randint(0, 96, (sum(counts),))
+        fused.encode(tokens, batch_over(pool, read, counts))
+        fused.remember(tokens, batch_over(pool, kept, counts))
+        for row, n in zip([*read, *kept], [*counts, *counts], strict=True):
+            row.advance(n)
+    for a, b in zip(read, kept, strict=True):
+        for layer in range(CONFIG.num_hidden_layers):
+            for x, y in zip(a.last(layer, 60), b.last(layer, 60), strict=True):
+                assert torch.equal(torch.cat(x, dim=1), torch.cat(y, dim=1))
+
+
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
 def test_with_activations_in_fp8_it_is_as_close_to_the_truth(kind: str) -> None:
     """It rounds in other places than the plain network, so the two are not the same."""

@@ -30,6 +30,22 @@ def test_chunks_of_any_size_give_what_the_whole_prompt_gives(chunks: list[int]) 
     assert torch.equal(MODEL.denoise(canvas, parts), MODEL.denoise(canvas, whole))
 
 
+@pytest.mark.parametrize("chunks", [[13], [1, 1], [30], [20, 7]])
+def test_remembering_fills_the_cache_as_encoding_does(chunks: list[int]) -> None:
+    """The last layer stops at its keys and values; nothing that reads the cache can tell."""
+    read, kept = MODEL.new_cache(2, 60), MODEL.new_cache(2, 60)
+    for i, count in enumerate(chunks):
+        tokens = draw(2, count, i)
+        MODEL.encode(tokens, read)
+        MODEL.remember_packed(tokens.flatten(), kept.rows, [count, count])
+    assert [row.length for row in kept.rows] == [sum(chunks)] * 2
+    for a, b in zip(read.rows, kept.rows, strict=True):
+        for layer in range(CONFIG.num_hidden_layers):
+            for x, y in zip(a.last(layer, 60), b.last(layer, 60), strict=True):
+                assert torch.equal(torch.cat(x, dim=1), torch.cat(y, dim=1))
+    assert torch.equal(MODEL.denoise(draw(2, 8, 9), kept), MODEL.denoise(draw(2, 8, 9), read))
+
+
 def test_one_token_at_a_time() -> None:
     tokens = draw(2, 25)
     whole, steps = MODEL.new_cache(2, 40), MODEL.new_cache(2, 40)

@@ -81,6 +81,9 @@ class FastRunner(Runner):
     def _encode(self, tokens: Tensor, rows: list[CacheRow], counts: list[int]) -> Tensor:
         return self.slate.encode(tokens, rows, counts)
 
+    def _remember(self, tokens: Tensor, rows: list[CacheRow], counts: list[int]) -> None:
+        self.slate.remember(tokens, rows, counts)
+
     @torch.inference_mode()
     def encode(self, work: Seq[tuple[Sequence, list[int]]]) -> None:
         drawing = [sequence for sequence, _ in work if drawable(sequence)]
@@ -148,7 +151,7 @@ class FastRunner(Runner):
             return []
         before = [(sequence, row.length) for sequence, row in zip(ending, rows, strict=True)]
         tokens = lanes[0].board.previous[: len(rows)].flatten()
-        self.slate.encode(tokens, rows, [lanes[0].width] * len(rows))
+        self.slate.remember(tokens, rows, [lanes[0].width] * len(rows))
         return before
 
     def _settle(self, blocks: Seq[tuple[Sequence, int]]) -> None:

@@ -60,7 +60,13 @@ class Runner:
         counts = [len(tokens) for _, tokens in work]
         # An array, not a list: torch takes 0.3 ms to read a list of 2,048 numbers, while a card waits for them.
         packed = torch.frombuffer(array("q", chain.from_iterable(tokens for _, tokens in work)), dtype=torch.int64)
-        hidden = self._encode(packed, rows, counts)
+        # Hidden states are for the twin alone: a prompt or a committed block needs none.
+        asked = any(s.params.mode == "ar" and s.to_encode == count for (s, _), count in zip(work, counts, strict=True))
+        hidden = None
+        if asked:
+            hidden = self._encode(packed, rows, counts)
+        else:
+            self._remember(packed, rows, counts)
         last = (end - 1 for end in accumulate(counts))
         drawing = []
         for at, (sequence, _) in zip(last, work, strict=True):
@@ -71,7 +77,7 @@ class Runner:
                 if sequence.phase == "encode":
                     sequence.encoded()
         if drawing:
-            # The head is for the twin alone: a prompt or a committed block needs no logits.
+            assert hidden is not None
             logits = self.model.logits(hidden[[at for at, _ in drawing]])
             for (_, sequence), row in zip(drawing, logits, strict=True):
                 row[list(sequence.request.forbidden)] = -torch.inf
@@ -81,6 +87,10 @@ class Runner:
     def _encode(self, tokens: Tensor, rows: list[CacheRow], counts: list[int]) -> Tensor:
         """tokens [N], on the CPU -> hidden [N, D]; the rows grow by them"""
         return self.model.encode_packed(tokens.to(self.device), rows, counts)
+
+    def _remember(self, tokens: Tensor, rows: list[CacheRow], counts: list[int]) -> None:
+        """The same without hidden states"""
+        self.model.remember_packed(tokens.to(self.device), rows, counts)
 
     @torch.inference_mode()
     def denoise(self, sequences: Seq[Sequence]) -> None:

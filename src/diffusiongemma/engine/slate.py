@@ -31,9 +31,11 @@ class Kind(NamedTuple):
     size: int  # tokens of all rows
     most: int  # … of any of them. Each could have all: of eight rows, seven in eight programs would find nothing
     reach: int  # `CachePool.reach_for` the longest cache row
+    hidden: bool  # whether somebody reads hidden states: else the last layer ends at its keys and values
 
     def __str__(self) -> str:
-        return f"encoding {self.size} tokens, a row {self.most} at most, up to {self.reach}"
+        what = "encoding" if self.hidden else "remembering"
+        return f"{what} {self.size} tokens, a row {self.most} at most, up to {self.reach}"
 
 
 class Slate:
@@ -55,6 +57,14 @@ class Slate:
 
     def encode(self, tokens: Tensor, rows: Sequence[CacheRow], counts: Sequence[int]) -> Tensor:
         """tokens [N], on CPU or device -> hidden [N, D], overwritten by the next pass; the rows grow by them"""
+        self._pass(tokens, rows, counts, hidden=True)
+        return self.hidden[: tokens.shape[0]]
+
+    def remember(self, tokens: Tensor, rows: Sequence[CacheRow], counts: Sequence[int]) -> None:
+        """The same without hidden states"""
+        self._pass(tokens, rows, counts, hidden=False)
+
+    def _pass(self, tokens: Tensor, rows: Sequence[CacheRow], counts: Sequence[int], hidden: bool) -> None:
         pooled = [row for row in rows if isinstance(row, PoolRow)]
         assert len(pooled) == len(rows) <= self.most_rows
         total = tokens.shape[0]
@@ -69,18 +79,17 @@ class Slate:
         self.length[:lines].copy_(lengths, non_blocking=True)
         self.offsets[:, : len(rows)].copy_(self.network.pool.offsets(pooled), non_blocking=True)
         longest = max(row.length + count for row, count in zip(rows, counts, strict=True))
-        work = self.recorded(self.kind(lines, counts, longest))
+        work = self.recorded(self.kind(lines, counts, longest, hidden))
         self.begin[: lines + 1].copy_(begin, non_blocking=True)
         work()
         for row, count in zip(rows, counts, strict=True):
             row.advance(count)
-        return self.hidden[:total]
 
-    def kind(self, rows: int, counts: Sequence[int], longest: int) -> Kind:
+    def kind(self, rows: int, counts: Sequence[int], longest: int, hidden: bool) -> Kind:
         """The pass for so many new tokens of each row, the longest of which then has `longest`."""
         size = self.size_for(sum(counts))
         most = size if rows == 1 else next((most for most in MOST if max(counts) <= most), size)
-        return Kind(rows, size, min(size, most), self.network.pool.reach_for(longest))
+        return Kind(rows, size, min(size, most), self.network.pool.reach_for(longest), hidden)
 
     def recorded(self, kind: Kind) -> Work:
         if kind not in self._passes:
@@ -93,4 +102,7 @@ class Slate:
         rows, size = kind.rows, kind.size
         new = New(self.begin[: rows + 1], kind.most)
         batch = Batch(self.offsets[:, :rows], self.length[:rows], self.positions[:size], new, kind.reach)
-        self.hidden[:size].copy_(self.network.encode(self.tokens[:size], batch))
+        if kind.hidden:
+            self.hidden[:size].copy_(self.network.encode(self.tokens[:size], batch))
+        else:
+            self.network.remember(self.tokens[:size], batch)

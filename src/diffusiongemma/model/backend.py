@@ -47,6 +47,7 @@ class Ops:
     split_heads: Callable[..., tuple[Tensor, Tensor, Tensor]]
     route: Callable[..., tuple[Tensor, Tensor]]
     attend: Callable[..., Rows]  # `attend_rows`: rounded for the next product, and kept in the cache where asked
+    store: Callable[..., None]  # new keys and values into the cache, without attention
     linear: Callable[[Rows, Weight], Tensor]  # x [N, K], weight of [O, K] -> [N, O]
     geglu: Callable[[Rows, Weight], Rows]  # x [N, K], weight of [2 O, K] -> [N, O], in fp8 where x is
     # x, index, weight [N, k], up, down -> [N m, D]: a row for each of a token's experts, or (m = 1) their sum
@@ -57,7 +58,7 @@ class Ops:
     place: Callable[..., tuple[Tensor, Tensor, Placed]]
     route_one: Callable[..., Routed]  # after_attention and route of up to `few` rows with one new token each
     few: int = 0  # up to so many rows, products take them as they are
-    placing: int = 512  # up to so many tokens, pairs are placed while they are picked; of more they are sorted
+    placing: int = 2048  # up to so many tokens, pairs are placed while they are picked; of more they are sorted
 
     def places(self, tokens: int, experts: int, top_k: int) -> bool:
         """Is `place` used? Not where most experts have no token: all of them have a first block there. Nor where there
@@ -88,6 +89,7 @@ def torch_ops() -> Ops:
         fused.split_heads,
         fused.route,
         attention_cached.attend_rows,
+        attention_cached.store,
         _torch_linear,
         _torch_geglu,
         _torch_experts,
@@ -145,6 +147,7 @@ def _torch_vocab_end(
 def triton_ops(exact: bool = False, few: bool = True) -> Ops:
     """Import only where `kernels.unavailable` has found nothing. `few`: off, a few rows go the way of many."""
     from diffusiongemma.ops import (
+        attention_join_triton,
         attention_triton,
         experts_triton,
         few_triton,
@@ -227,6 +230,7 @@ def triton_ops(exact: bool = False, few: bool = True) -> Ops:
         heads_triton.split_heads,
         route,
         attention_triton.attend_rows,
+        attention_join_triton.store,
         linear,
         geglu,
         experts,

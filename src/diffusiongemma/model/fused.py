@@ -15,13 +15,13 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from diffusiongemma.config import FULL, SLIDING, LayerType
+from diffusiongemma.config import FULL, SLIDING, LayerType, ModelConfig
 from diffusiongemma.errors import InputError
 from diffusiongemma.model.backend import Ops, wants_fp8
 from diffusiongemma.model.layers import MLP, Experts, Layer
 from diffusiongemma.model.network import DiffusionGemma, Embedding
 from diffusiongemma.model.pool import CachePool
-from diffusiongemma.ops.attention_cached import New
+from diffusiongemma.ops.attention_cached import New, Prefix
 from diffusiongemma.ops.fused import Rows, rope_frequency
 from diffusiongemma.ops.linear import Linear
 from diffusiongemma.ops.one import Router
@@ -32,6 +32,7 @@ from diffusiongemma.ops.rope import Rope
 from diffusiongemma.ops.vocab import Table
 
 Overlap = Literal["draw", "encode", "denoise"]
+SHARE = 256  # of a card's memory that lists of placed pairs may have: one part in so many
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ class FusedNetwork:
         self.overlap = tuple(overlap)
         # `route_one` counts its programs in these: zeros between any two of them, and no two networks share them.
         self._counters = torch.zeros(max(1, ops.few), dtype=torch.int32, device=self.device)
+        self._listed = _most_listed(config, self.device)
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     # ---- the two modes -------------------------------------------------------------------------------------------
@@ -126,6 +128,10 @@ class FusedNetwork:
     def encode(self, tokens: Tensor, batch: Batch) -> Tensor:
         """tokens [N] -> hidden [N, D]; causal; the new tokens go into the cache (who calls advances the rows)"""
         return self._run("encode", self.embed(tokens), batch)
+
+    def remember(self, tokens: Tensor, batch: Batch) -> None:
+        """`encode` where nobody asks for hidden states: the last layer makes only its keys and values"""
+        self._run("encode", self.embed(tokens), batch, hidden=False)
 
     def denoise(self, canvas: Tensor, soft: Tensor, batch: Batch) -> Tensor:
         """canvas [N], soft [N, D] (zeros on the first step) -> hidden [N, D]; never writes the cache"""
@@ -140,8 +146,8 @@ class FusedNetwork:
 
     # ---- in between ----------------------------------------------------------------------------------------------
 
-    def _run(self, mode: Literal["encode", "denoise"], x: Tensor, batch: Batch) -> Tensor:
-        """x [N, D] -> [N, D]: all layers and the last norm"""
+    def _run(self, mode: Literal["encode", "denoise"], x: Tensor, batch: Batch, hidden: bool = True) -> Tensor:
+        """x [N, D] -> [N, D]: all layers and the last norm; not `hidden`: only the cache is filled"""
         rope = {kind: self.ops.rope_at(batch.positions, f, self.dtype) for kind, f in self._frequency.items()}
         kind: Overlap = "draw" if mode == "encode" and batch.new.most == 1 else mode
         beside = kind in self.overlap and self._side is not None
@@ -150,6 +156,10 @@ class FusedNetwork:
         few = kind == "draw" and len(x) <= self.ops.few
         counts = self._counts(len(x))
         for at, layer in enumerate(self.layers):
+            if not hidden and at + 1 == len(self.layers):
+                _, *new, prefix = self._heads(layer, at, h, rope[layer.kind], batch)
+                self.ops.store(*new, prefix, batch.new)
+                break
             branch = self._attend(mode, layer, at, h, rope[layer.kind], batch)
             x, h = self._feed_forward(mode, layer, at, x, branch, beside, few, None if counts is None else counts[at])
         return h.values
@@ -157,7 +167,7 @@ class FusedNetwork:
     def _counts(self, tokens: int) -> Tensor | None:
         """What every layer places its pairs by, zeros all: no layer has to clear them, and no pass finds another's"""
         experts = self.config.num_experts
-        if not self.ops.places(tokens, experts, self.config.top_k_experts):
+        if tokens > self._listed or not self.ops.places(tokens, experts, self.config.top_k_experts):
             return None
         # Rows begin at multiples of 16 bytes: for a pointer that does not, Triton would compile every kernel once more.
         apart = -(-(experts + 1) // 4) * 4
@@ -168,16 +178,22 @@ class FusedNetwork:
         self, mode: Literal["encode", "denoise"], layer: FusedLayer, at: int, h: Rows, rope: Rope, batch: Batch
     ) -> Tensor:
         """The norm of x, [N, D] -> attention's contribution [N, D]"""
-        attention = layer.module.self_attn
-        qkv = self.ops.linear(self.ops.rows_for(h, layer.qkv), layer.qkv)
-        norms = (attention.q_norm.weight, attention.k_norm.weight)
-        q, k, v = self.ops.split_heads(qkv, *norms, rope, layer.heads, layer.kv_heads, self.eps)
-        prefix = self.pool.prefix(at, batch.offsets[at], batch.length, batch.reach)
+        q, k, v, prefix = self._heads(layer, at, h, rope, batch)
         causal = mode == "encode"
         window = layer.window if causal else layer.canvas_window
         quant = self.ops.quant_for(len(q), layer.o)
         mixed = self.ops.attend(q, k, v, prefix, batch.new, causal, window, quant, keep=causal)
         return self.ops.linear(mixed, layer.o)
+
+    def _heads(
+        self, layer: FusedLayer, at: int, h: Rows, rope: Rope, batch: Batch
+    ) -> tuple[Tensor, Tensor, Tensor, Prefix]:
+        """The norm of x, [N, D] -> its queries, keys and values, and what is cached"""
+        attention = layer.module.self_attn
+        qkv = self.ops.linear(self.ops.rows_for(h, layer.qkv), layer.qkv)
+        norms = (attention.q_norm.weight, attention.k_norm.weight)
+        heads = self.ops.split_heads(qkv, *norms, rope, layer.heads, layer.kv_heads, self.eps)
+        return *heads, self.pool.prefix(at, batch.offsets[at], batch.length, batch.reach)
 
     def _feed_forward(
         self,
@@ -243,6 +259,15 @@ class FusedNetwork:
             return out
 
         return join
+
+
+def _most_listed(config: ModelConfig, device: torch.device) -> int:
+    """Tokens whose pairs may be placed: what the experts make of them lies in lists that have room for all tokens each
+    (`experts_triton.gate_up`), and may take a 256th of a card. An H200 then has room for 2,048 tokens of the 26B."""
+    if device.type != "cuda":
+        return 1 << 30
+    total: int = torch.cuda.get_device_properties(device).total_memory
+    return total // SHARE // (config.num_experts * config.moe_intermediate_size * torch.bfloat16.itemsize)
 
 
 # ---- weights -----------------------------------------------------------------------------------------------------

@@ -103,6 +103,12 @@ class Attention(nn.Module):
         out: Tensor = self.o_proj(mixed.flatten(1))
         return out
 
+    def remember(self, x: Tensor, run: Pass) -> None:
+        """[N, D]: its keys and values go into the cache, as `forward` puts them there"""
+        _, k, v = self.project(x, run.rope[self.kind])
+        for row, k_r, v_r in zip(run.rows, k.split(run.counts), v.split(run.counts), strict=True):
+            row.write(self.layer, k_r.transpose(0, 1), v_r.transpose(0, 1))
+
     def project(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
         """[N, D] -> q [N, H, Dh], k and v [N, K, Dh], normed, q and k rotated."""
         heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)

@@ -9,7 +9,7 @@ Legend: B rows, T text tokens, L canvas tokens, N packed tokens of all rows, D h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -93,6 +93,17 @@ class DiffusionGemma(nn.Module):
         for row, count in zip(rows, counts, strict=True):
             row.advance(count)
         return hidden
+
+    def remember_packed(self, tokens: Tensor, rows: list[CacheRow], counts: list[int]) -> None:
+        """`encode_packed` where nobody asks for hidden states: the last layer makes only its keys and values."""
+        x = self.embed(tokens)
+        run = Pass.over("encode", rows, counts, self.config, x.dtype, x.device)
+        modules: list[Any] = list(self.layers)
+        for layer in modules[:-1]:
+            x = layer(x, run)
+        modules[-1].self_attn.remember(modules[-1].input_layernorm(x), run)
+        for row, count in zip(rows, counts, strict=True):
+            row.advance(count)
 
     def denoise(
         self,
