@@ -43,6 +43,7 @@ from exact_cases import DENSE, Case, Sort, layer_cases
 from exact_ends import attention_cases, vocab_cases
 from exact_limits import Verdict, judge
 from exact_one import one_cases
+from exact_sampler import sampler_cases
 from exact_shapes import Inputs, Shapes, shapes_of
 
 from diffusiongemma.model.backend import Ops, triton_ops
@@ -75,6 +76,7 @@ def cases_of(
         *attention_cases(kind, shapes, inputs, few, alone=card),
         *one_cases(kind, shapes, inputs),
         *vocab_cases(kind, shapes, inputs, alone=card, exact=exact),
+        *sampler_cases(shapes, inputs),
     ]
 
 

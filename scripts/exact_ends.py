@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import exact_attention as attention
@@ -35,6 +36,8 @@ def attention_cases(kind: str, shapes: Shapes, inputs: Inputs, few: int, alone: 
                 to = quant if sum(new for _, new in lines) > few else None
                 case = Attention(f"attend {name} {layer.name}", layer, lines, causal, to, shapes, inputs)
                 yield case.case()
+                if causal:
+                    yield case.stored()
                 if alone and len(lines) > 1:
                     yield case.alone()
 
@@ -71,15 +74,17 @@ class Attention:
 
     def _run(self, ops: Ops, row: int | None = None) -> tuple[Rows, Prefix]:
         """On a copy of the cache, which prompts are written into"""
-        p, new, own = self.prefix, self.new, slice(None)
-        keys, values = (t.transpose(1, 2).clone().transpose(1, 2) for t in (p.keys, p.values))
-        prefix = Prefix(keys, values, p.row, p.length)
+        prefix, new, own = self._copied(), self.new, slice(None)
         if row is not None:
             own = slice(int(new.begin[row]), int(new.begin[row + 1]))
-            prefix = Prefix(keys, values, p.row[row : row + 1], p.length[row : row + 1])
+            prefix = replace(prefix, row=prefix.row[row : row + 1], length=prefix.length[row : row + 1])
             new = New(new.begin[row : row + 2] - new.begin[row], new.most)
         q, k, v = self.q[own], self.k[own], self.v[own]
         return ops.attend(q, k, v, prefix, new, self.causal, self.window, self.quant, keep=self.causal), prefix
+
+    def _copied(self) -> Prefix:
+        keys, values = (t.transpose(1, 2).clone().transpose(1, 2) for t in (self.prefix.keys, self.prefix.values))
+        return replace(self.prefix, keys=keys, values=values)
 
     def case(self) -> Case:
         def parts(got: tuple[Rows, Prefix]) -> list[Part]:
@@ -88,6 +93,17 @@ class Attention:
             return attention.attend(got[0], *given) + kept
 
         return Case(self.name, self.shape, "bf16" if self.quant is None else "fp8", self._run, parts)
+
+    def stored(self) -> Case:
+        def call(ops: Ops) -> Prefix:
+            prefix = self._copied()
+            ops.store(self.k, self.v, prefix, self.new)
+            return prefix
+
+        def parts(got: Prefix) -> list[Part]:
+            return attention.cached(got, self.prefix, self.k, self.v, self.new, keep=True)
+
+        return Case(self.name.replace("attend", "store"), self.shape, "bf16", call, parts)
 
     def alone(self) -> Case:
         last = len(self.prefix.row) - 1

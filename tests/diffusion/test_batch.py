@@ -64,8 +64,8 @@ def logits_at(seed: int, step: int, scale: float) -> Tensor:
 
 
 def step_all(board: Board, rows: int, logits: list[Tensor]) -> Given:
-    uniform, noise = board.draws(rows, VOCAB, vocab.draws)
-    reading = vocab.read(torch.cat(logits), TABLE, board.rules(rows, uniform), 2.0, torch.float32)
+    temperature, uniform, noise = board.draws(rows, VOCAB)
+    reading = vocab.read(torch.cat(logits), TABLE, board.rules(rows, temperature, uniform), 2.0, torch.float32)
     board.decide(rows, reading, noise)
     return Given(uniform.view(rows, -1), noise.view(rows, -1))
 
@@ -114,12 +114,12 @@ def test_chance_is_a_rows_own() -> None:
     for row, seed in enumerate((7, 8, 9)):
         boards[1].put(row, denoiser, canvas, None, seed, drawn=4)
     boards[0].put(0, denoiser, canvas, None, 9, drawn=4)
-    alone, together = (board.draws(board.rows, VOCAB, vocab.draws) for board in boards)
+    alone, together = (board.draws(board.rows, VOCAB)[1:] for board in boards)
     for a, b in zip(alone, together, strict=True):
         assert torch.equal(a, b.view(3, -1)[2])
         assert not torch.equal(a, b.view(3, -1)[1])
     boards[0].counts[1] += 1
-    assert not torch.equal(alone[0], boards[0].draws(1, VOCAB, vocab.draws)[0])
+    assert not torch.equal(alone[0], boards[0].draws(1, VOCAB)[1])
 
 
 @pytest.mark.parametrize("stability", [1, 2, 3])
@@ -221,15 +221,11 @@ def test_kernels_are_handed_memory_that_they_can_read(rows: int) -> None:
     denoiser = Denoiser(VOCAB, LinearTemperature(0.4, 0.8, 5), EntropyBound(0.1), None)
     for row in range(3):
         board.put(row, denoiser, denoiser.start(WIDTH, SeededDraws(row)), None, row + 7, row)
-    asked: list[Tensor] = []
-
-    def source(seed: Tensor, step: Tensor, position: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-        asked.extend((seed, step, position))
-        return seed, step
-
-    board.draws(rows, VOCAB, source)
-    asked.append(board.rules(rows, torch.rand(rows * WIDTH)).temperature)
-    for tensor in asked:
+    made = board.draws(rows, VOCAB)
+    for tensor in made:
         assert tensor.is_contiguous()
         assert tensor.shape == (rows * WIDTH,)
-    assert asked[0].view(rows, WIDTH)[:, 3].tolist() == [row + 7 for row in range(rows)]
+    seeds, steps, where = torch.arange(7, 7 + rows), torch.arange(rows, dtype=torch.int32), torch.arange(WIDTH)
+    each = (seeds.repeat_interleave(WIDTH), steps.repeat_interleave(WIDTH), where.int().repeat(rows))
+    for got, want in zip(made[1:], vocab.draws(*each, VOCAB), strict=True):
+        assert torch.equal(got, want)

@@ -227,6 +227,20 @@ WRONG: dict[str, tuple[str, str, Callable[..., Any]]] = {  # what: kind, operati
         "fp8", "vocab_end",
         later(TWINS.vocab_end, lambda r: r if r.soft is None else replace(r, soft=r.soft * 1.2)),
     ),
+    "keys for values": ("bf16", "store", lambda k, v, prefix, new: TWINS.store(v, k, prefix, new)),
+    "a warmer canvas": ("bf16", "prepare", later(TWINS.prepare, lambda t: (t[0] * 1.0001, *t[1:]))),
+    "chance of another step": (
+        "bf16", "prepare",
+        lambda counts, *rest: TWINS.prepare(counts + torch.tensor([0, 1, 0, 0, 0, 0])[:, None], *rest),
+    ),
+    "a stop that comes late": (
+        "bf16", "decide",
+        lambda s, *rest: TWINS.decide(s._replace(reals=s.reals - torch.tensor([0, 0, 0, 0, 3.0])[:, None]), *rest),
+    ),
+    "a smaller bound": (
+        "bf16", "decide",
+        lambda s, *rest: TWINS.decide(s._replace(reals=s.reals * torch.tensor([1, 1, 0.5, 1, 1])[:, None]), *rest),
+    ),
     "another draw": ("bf16", "draws", later(TWINS.draws, lambda pair: (pair[0], pair[1] + 1))),
     "not a number": ("bf16", "norm_rows", later(TWINS.norm_rows, lambda rows: scaled(rows, float("nan")))),
 }  # fmt: skip

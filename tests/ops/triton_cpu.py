@@ -47,8 +47,8 @@ def _create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
 
 
 def _create_si_to_fp(self, source, target):
-    wide = source.data.astype(np.float32)
-    if target.scalar != tl.float32:
+    wide = source.data.astype(np.float64 if target.scalar == tl.float64 else np.float32)
+    if target.scalar not in (tl.float32, tl.float64):
         wide = _convert_float(wide, tl.float32, target.scalar, None).view(interpreter._get_np_dtype(target))
     return interpreter.TensorHandle(wide, target.scalar)
 

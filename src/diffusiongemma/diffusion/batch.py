@@ -19,13 +19,14 @@ from diffusiongemma.diffusion.acceptance import ConfidenceThreshold, EntropyBoun
 from diffusiongemma.diffusion.canvas import Canvas
 from diffusiongemma.diffusion.constraints import Forbidden, Pins
 from diffusiongemma.diffusion.denoiser import Denoiser
+from diffusiongemma.ops import sampler
+from diffusiongemma.ops.sampler import State
 from diffusiongemma.ops.vocab import Reading, Rules, ban
 
+Prepare = Callable[[Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor, Tensor]]
+Decide = Callable[[State, Reading, Tensor], None]
+
 NEVER = 1 << 30  # a stability that no canvas reaches: it does not stop early
-# Entropies are summed as whole numbers of this part of a nat: such a sum is the same in any order, and the order that
-# torch sums in depends on how many rows there are.
-FINE = 2.0**36
-LOST = 1e3  # nats that stand for NaN: such a canvas is never confident
 SETS = 2  # of banned tokens a row: before a position, and from it on
 
 
@@ -134,73 +135,22 @@ class Board:
 
     # ---- the device's side -------------------------------------------------------------------------------------------
 
-    def rules(self, rows: int, uniform: Tensor, ruled: bool = True) -> Rules:
-        """uniform [B L] -> what the vocabulary end obeys. Not `ruled`: no row has a pin or a banned token; the kernel
-        for that is another one, which is faster and rounds differently."""
-        _, _, _, steps, _, _ = self.counts[:, :rows]
-        remaining = (steps - self.step(rows)).float() / steps
-        t_min, t_max = self.reals[0, :rows], self.reals[1, :rows]
-        temperature = self._each(t_min + (t_max - t_min) * remaining)
+    def draws(self, rows: int, vocab: int, prepare: Prepare = sampler.prepare) -> tuple[Tensor, Tensor, Tensor]:
+        """-> temperature, uniform [B L] float32, token [B L] int64"""
+        return prepare(self.counts[:, :rows], self.reals[:, :rows], self.seed[:rows], self.width, vocab)
+
+    def rules(self, rows: int, temperature: Tensor, uniform: Tensor, ruled: bool = True) -> Rules:
+        """temperature, uniform [B L] -> what the vocabulary end obeys. Not `ruled`: no row has a pin or a banned token;
+        the kernel for that is another one, which is faster and rounds differently."""
         if not ruled:
             return Rules(temperature, uniform)
         return Rules(temperature, uniform, self.pin[:rows].flatten(), self.banned, self.banned_set[:rows].flatten())
 
-    def draws(self, rows: int, vocab: int, source: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """-> uniform [B L] float32, token [B L] int64"""
-        width, device = self.width, self.tokens.device
-        position = torch.arange(width, dtype=torch.int32, device=device).repeat(rows)
-        return source(self._each(self.seed[:rows]), self._each(self.drawn(rows)), position, vocab)
-
-    def _each(self, values: Tensor) -> Tensor:
-        """[B] -> [B L], in memory of its own: expanding a single row alone would give a view that kernels misread"""
-        return values[:, None].expand(-1, self.width).contiguous().view(-1)
-
-    def decide(self, rows: int, reading: Reading, noise: Tensor) -> None:
+    def decide(self, rows: int, reading: Reading, noise: Tensor, decide: Decide = sampler.decide) -> None:
         """What was read of the logits, noise [B L] -> the boards' next state, and the outcome in `out`"""
-        shape = (rows, self.width)
-        argmax, sample, noise = reading.argmax.view(shape), reading.sample.view(shape), noise.view(shape)
-        entropy, logprob = reading.entropy.view(shape), reading.logprob.view(shape)
-        _, _, bound, threshold, confidence = self.reals[:, :rows]
-        _, _, _, steps, stability, forget = self.counts[:, :rows]
-        free = self.pin[:rows] < 0
-        whole = (entropy.nan_to_num(nan=LOST, posinf=LOST) * FINE).long()
-        accepted = _accept(entropy, whole, logprob, bound, threshold, free)
-        total = torch.where(free, whole, 0).sum(dim=1).double() / FINE
-        mean = (total / free.sum(dim=1).clamp_min(1)).float()
-        same = (argmax == self.previous[:rows]).all(dim=1)
-        run = torch.where(same, self.run(rows) + 1, 0)
-        stopped = (mean < confidence) & (run >= stability)
-        done = stopped | (self.step(rows) + 1 >= steps)
-        self.tokens[:rows].copy_(torch.where(accepted, sample, noise))
-        self.previous[:rows].copy_(argmax)
-        self.run(rows).copy_(run)
-        self.counts[:2, :rows].add_(1)
-        parts = (
-            argmax.int(), entropy.contiguous().view(torch.int32), accepted.int(), mean[:, None].view(torch.int32),
-            (done.int() + stopped)[:, None],
-        )  # fmt: skip
-        torch.cat(parts, dim=1, out=self.out[:rows])
-        if reading.soft is not None:
-            forgets = (forget > 0) & (self.step(rows) % forget.clamp_min(1) == 0)
-            soft = reading.soft.view(*shape, -1)
-            self.soft[:rows].copy_(torch.where(forgets[:, None, None], torch.zeros_like(soft[:1]), soft))
-
-
-def _accept(entropy: Tensor, whole: Tensor, logprob: Tensor, bound: Tensor, threshold: Tensor, free: Tensor) -> Tensor:
-    """entropy, the same as whole numbers, logprob, free [B, L]; bound, threshold [B] -> [B, L] bool, as `EntropyBound`
-    or `ConfidenceThreshold`"""
-    order = entropy.argsort(dim=1, stable=True)  # of two that are equal the first, however many rows there are
-    ordered = whole.gather(1, order)
-    before = (ordered.cumsum(dim=1) - ordered).double()
-    bounded = torch.zeros_like(free).scatter(1, order, before <= bound[:, None].double() * FINE)
-    sure = logprob.exp()
-    confident = (sure >= threshold[:, None]) | (sure == sure.amax(dim=1, keepdim=True))
-    accepted = torch.where(threshold[:, None] < 0, bounded, confident)
-    # Pins are always accepted, and that is no progress: one free position at least, if there is any.
-    stuck = ~(accepted & free).any(dim=1) & free.any(dim=1)
-    best = torch.where(free, entropy, torch.inf).argmin(dim=1)
-    at = torch.arange(entropy.shape[1], device=entropy.device)
-    return accepted | (stuck[:, None] & (at == best[:, None]))
+        first = [t[:rows] for t in (self.tokens, self.soft, self.previous, self.pin)]
+        state = State._make([*first, self.counts[:, :rows], self.reals[:, :rows], self.out[:rows]])
+        decide(state, reading, noise)
 
 
 @dataclass(frozen=True)

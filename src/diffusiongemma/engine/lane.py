@@ -172,11 +172,11 @@ class Lane:
         new = New(self._begin[: rows + 1], self.width)
         batch = Batch(self.offsets[:, :rows], length, positions, new, kind.reach)
         hidden = network.denoise(board.tokens[:rows].flatten(), board.soft[:rows].flatten(0, 1), batch)
-        uniform, noise = board.draws(rows, config.vocab_size, network.ops.draws)
-        rules = board.rules(rows, uniform, self.ruled)
+        temperature, uniform, noise = board.draws(rows, config.vocab_size, network.ops.prepare)
+        rules = board.rules(rows, temperature, uniform, self.ruled)
         ends = (config.final_logit_softcapping, network.embed_scale)
         reading = network.ops.vocab_end(hidden, network.table, rules, *ends, coldest=WARM if self.warm else None)
-        board.decide(rows, reading, noise)
+        board.decide(rows, reading, noise, network.ops.decide)
 
     def land(self) -> None:
         """Wait for the oldest step under way, and tell its passengers."""

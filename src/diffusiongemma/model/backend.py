@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from diffusiongemma.ops import attention_cached, fused, kernels, one, product, routing, vocab
+from diffusiongemma.ops import attention_cached, fused, kernels, one, product, routing, sampler, vocab
 from diffusiongemma.ops.fused import Rows
 from diffusiongemma.ops.one import Routed
 from diffusiongemma.ops.product import Weight
@@ -54,6 +54,8 @@ class Ops:
     experts: Callable[..., Tensor]  # `placed`: from `place`, where that was used; the weights are in it
     vocab_end: Callable[..., Reading]  # `few`: one position a row; `coldest`: no temperature is below it
     draws: Callable[..., tuple[Tensor, Tensor]]
+    prepare: Callable[..., tuple[Tensor, Tensor, Tensor]]  # `ops/sampler.py`: before the vocabulary end
+    decide: Callable[..., None]  # … and after it
     # as `route`, then the experts' weight; `counts`: zeros, E + 1 -> index, weight, and where they are
     place: Callable[..., tuple[Tensor, Tensor, Placed]]
     route_one: Callable[..., Routed]  # after_attention and route of up to `few` rows with one new token each
@@ -95,6 +97,8 @@ def torch_ops() -> Ops:
         _torch_experts,
         _torch_vocab_end,
         vocab.draws,
+        sampler.prepare,
+        sampler.decide,
         _torch_place,
         one.route(fused.after_attention, fused.route),
     )
@@ -158,6 +162,7 @@ def triton_ops(exact: bool = False, few: bool = True) -> Ops:
         router_one_triton,
         router_triton,
         rows_triton,
+        sampler_triton,
         vocab_triton,
     )
 
@@ -236,6 +241,8 @@ def triton_ops(exact: bool = False, few: bool = True) -> Ops:
         experts,
         vocab_end,
         vocab_triton.draws,
+        sampler_triton.prepare,
+        sampler_triton.decide,
         place,
         router_one_triton.route,
         few_rows,

@@ -112,16 +112,23 @@ def _result_kernel(
 
 
 @triton.jit
+def chance(seed, step, position, vocab):
+    """Of each: a number from 0 on and below 1, and a token"""
+    zero = (position * 0).to(tl.uint32)
+    first, second, _, _ = tl.philox(seed, position.to(tl.uint32), step.to(tl.uint32), zero, zero)
+    number = (first >> 8).to(tl.int32).to(tl.float32) * (1.0 / (1 << 24))
+    return number, (second.to(tl.uint64) * vocab >> 32).to(tl.int64)
+
+
+@triton.jit
 def _draws_kernel(seed, step, position, uniform, token, count, vocab, BLOCK: tl.constexpr, HOPPER: tl.constexpr):
     ready(HOPPER)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = at < count
-    c0 = tl.load(position + at, mask=live, other=0).to(tl.uint32)
-    c1 = tl.load(step + at, mask=live, other=0).to(tl.uint32)
-    zero = tl.zeros((BLOCK,), tl.uint32)
-    first, second, _, _ = tl.philox(tl.load(seed + at, mask=live, other=0), c0, c1, zero, zero)
-    tl.store(uniform + at, (first >> 8).to(tl.int32).to(tl.float32) * (1.0 / (1 << 24)), mask=live)
-    tl.store(token + at, (second.to(tl.uint64) * vocab >> 32).to(tl.int64), mask=live)
+    where, when = tl.load(position + at, mask=live, other=0), tl.load(step + at, mask=live, other=0)
+    number, drawn = chance(tl.load(seed + at, mask=live, other=0), when, where, vocab)
+    tl.store(uniform + at, number, mask=live)
+    tl.store(token + at, drawn, mask=live)
 
 
 # ---- what is called ----------------------------------------------------------------------------------------------
