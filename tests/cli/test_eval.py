@@ -417,6 +417,8 @@ def test_temperatures_below_the_released_ones_are_no_mistake() -> None:
     assert given == {"diffusion": {"t_max": 0.2, "t_min": 0.05}}
     with pytest.raises(ConfigError, match="t_max must be a number above 0"):
         EvalOptions(option=["t_max=0"]).sampling()
+    with pytest.raises(ConfigError, match="t_max 0.2 is below t_min 0.8"):  # before a model is loaded, a file emptied
+        EvalOptions(option=["t_min=0.8", "t_max=0.2"]).check()
 
 
 def test_case_sets_and_options_have_plain_defaults() -> None:

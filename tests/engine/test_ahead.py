@@ -143,3 +143,26 @@ def test_who_is_cancelled_leaves_nothing(at: int) -> None:
         assert events[-1].finish_reason == "cancelled"
         assert sequence.row is None
         assert not len(engine.scheduler.prefixes)
+
+
+def test_a_commit_that_fails_keeps_no_finished_block_back() -> None:
+    """The step before it went well: its draft and its block are told before the end."""
+    found = []
+    for ahead in (True, False):
+        with make_engine(ahead) as engine:
+            runner, passes = engine.scheduler.runner, list[int]()
+            assert isinstance(runner, FastRunner)
+            run = runner.slate._pass
+
+            def fail(*args: Any, passes: list[int] = passes, run: Any = run, **rest: Any) -> None:
+                passes.append(1)
+                if len(passes) == 2:
+                    raise RuntimeError("no memory")
+                run(*args, **rest)
+
+            runner.slate._pass = fail  # type: ignore[method-assign]
+            found.append(told(engine.submit(asks(1, ends=False))))
+            assert told(engine.submit(asks(1, ends=False)))[-1][:2] == ("end", "length")
+    assert found[0] == found[1]
+    assert [event[0] for event in found[0]] == ["draft", "draft", "draft", "commit", "end"]
+    assert found[0][-1][1] == "error"

@@ -89,14 +89,15 @@ def test_experts_with_few_rows_take_half_a_tile(fmt: str) -> None:
 
 
 @pytest.mark.parametrize("fmt", FORMATS[:3])
-def test_rows_beside_the_tile(fmt: str) -> None:
-    """Blocks of 48 rows as tiles of 32 and 16 more: experts with fewer than 32 rows, with up to 48, and beyond."""
+@pytest.mark.parametrize(("more", "counts"), [(16, [20, 32, 33, 47, 48, 60]), (32, [20, 32, 33, 48, 49, 70])])
+def test_rows_beside_the_tile(fmt: str, more: int, counts: list[int]) -> None:
+    """Blocks as tiles of 32 and some more: experts with fewer than 32 rows, with up to half of those more, with up to
+    all of them, and beyond."""
     torch.manual_seed(8)
-    counts = [20, 32, 33, 47, 48, 60]
     index = torch.arange(6).repeat_interleave(torch.tensor(counts))[torch.randperm(sum(counts))].view(-1, 2).to(DEVICE)
-    routing, share = route(index, 6, 48), torch.rand(index.numel(), device=DEVICE) + 0.1
+    routing, share = route(index, 6, 32 + more), torch.rand(index.numel(), device=DEVICE) + 0.1
     assert (routing.table[0] >= 0).sum() == 7
-    tile = Tile(32, 64, 4, 2, more=16)
+    tile = Tile(32, 64, 4, 2, more=more)
     x, up = rows_of(fmt, tokens(len(index), 192)), kept(fmt, 6, 200, 192)
     same(x, *up, gated=True, routing=routing, tile=tile)
     hidden, down = rows_of(fmt, tokens(index.numel(), 64)), kept(fmt, 6, 128, 64)

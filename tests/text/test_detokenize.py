@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diffusiongemma.errors import TokenizerError
 from diffusiongemma.text import Detokenizer, Tokenizer
 from diffusiongemma.text.tokenizer import Entry
 from text.fixtures import KINDS, SPECIAL_IDS, make_tokenizer
@@ -97,6 +98,9 @@ def test_tokens_of_the_model_alone_are_nothing_and_cost_nothing(kind: str, monke
     assert Detokenizer(tokenizer).push(ids) == "word "
     assert max(asked, default=0) < tokenizer.vocab_size
     assert len(tokenizer._entries) <= before + len(set(ids[::2]))
+    for wrong in (-1, 1 << 32):
+        with pytest.raises(TokenizerError, match="is not a token id"):
+            tokenizer.token_bytes(wrong)
 
 
 @given(stream=streams(), skip_special=st.booleans())

@@ -99,7 +99,7 @@ class EvalOptions:
                 value: Any = json.loads(raw)
             except ValueError:
                 raise InputError(f"--option {name}: {raw!r} is not a number") from None
-            # t_min and t_max are judged together, and one of them may be the checkpoint's own.
+            # t_min and t_max are judged together, below, and one of them may be the checkpoint's own.
             alone = {"t_min": value, "t_max": value} if name in ("t_min", "t_max") else {name: value}
             refused = None
             for mode in modes:
@@ -110,6 +110,10 @@ class EvalOptions:
                     refused = error
             if refused is not None and not any(name in options for options in found.values()):
                 raise refused
+        for mode, given in found.items():
+            both = {name: given[name] for name in ("t_min", "t_max") if name in given}
+            if len(both) == 2:
+                SamplingParams.build(mode=mode, **both)
         return found
 
     def refuse_attempts(self, attempts: int) -> None:

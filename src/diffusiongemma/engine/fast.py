@@ -105,8 +105,10 @@ class FastRunner(Runner):
         for place in {**dict.fromkeys(self._flying()), **seated}:
             if self._launch(lane := self.lane(*place), seated.get(place, [])):
                 lanes.append(lane)
-        blocks = self._commit_ahead(lanes, len(sequences)) if self.ahead else []
-        self._land(lanes)
+        try:
+            blocks = self._commit_ahead(lanes, len(sequences)) if self.ahead else []
+        finally:  # should it fail, a finished block is told all the same
+            self._land(lanes)
         self._settle(blocks)
         self._drop_lanes()
         if plain:

@@ -125,7 +125,7 @@ class Tokenizer:
 
     def _entry(self, id: int) -> Entry:
         if (known := self._entries.get(id)) is None:
-            if type(id) is int and id >= self.vocab_size:
+            if type(id) is int and self.vocab_size <= id < 1 << 32:
                 return _NONE  # a model may have far more tokens than a tokenizer: the library need not be asked
             known = self._entries[id] = self._compute_entry(id)
         return known
