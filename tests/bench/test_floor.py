@@ -86,6 +86,18 @@ def test_encoding_reads_no_head_and_no_conditioning() -> None:
     assert prompt.flops[ATTENTION] == sum(work.flops[ATTENTION] for work in ones)
 
 
+def test_of_a_prompts_last_layer_only_keys_and_values_are_made() -> None:
+    model = DiffusionGemma(ModelConfig.preset("tiny"))
+    prompt, drawn = encode_work(model, 1, 0, 16, 1.0), encode_work(model, 1, 0, 16, 1.0, head=1)
+    last = model.layers[-1]
+    spared = sum(p.nbytes for p in last.state_dict().values())
+    spared -= sum(m.weight.nbytes for m in (last.self_attn.qkv_proj, last.self_attn.k_norm, last.input_layernorm))
+    assert drawn.bytes.total() - prompt.bytes.total() == spared + drawn.bytes[VOCABULARY]
+    layers = model.config.num_hidden_layers
+    assert prompt.flops[EXPERTS] * layers == drawn.flops[EXPERTS] * (layers - 1)
+    assert drawn.flops[ATTENTION] > prompt.flops[ATTENTION] > drawn.flops[ATTENTION] * (layers - 1) / layers
+
+
 def test_a_request_is_its_passes() -> None:
     model = DiffusionGemma(ModelConfig.preset("tiny"))
     whole = request_seconds(model, H200, 2, 64, 64, 3, 32, chunk=64)

@@ -75,8 +75,10 @@ def step_work(model: DiffusionGemma, users: int, prefix: int, canvas: int, hit: 
 
 
 def encode_work(model: DiffusionGemma, users: int, prefix: int, tokens: int, hit: float, head: int = 0) -> Work:
-    """`tokens` new ones a row, causal; logits for `head` of all rows' tokens: 0 for a prompt, one a row for AR."""
-    work = _weights(model, users * tokens, hit)
+    """`tokens` new ones a row, causal; logits for `head` of all rows' tokens: one a row for AR; 0 for a prompt, of which
+    the last layer makes keys and values only."""
+    layers = model.config.num_hidden_layers - (head == 0)
+    work = _weights(model, users * tokens, hit, layers)
     del work.bytes[CONDITIONING], work.flops[CONDITIONING]
     if head:
         work.flops[VOCABULARY] = work.flops[VOCABULARY] // (users * tokens) * head
@@ -85,7 +87,7 @@ def encode_work(model: DiffusionGemma, users: int, prefix: int, tokens: int, hit
     window = model.config.sliding_window - 1
     seen = users * sum(prefix + i + 1 for i in range(tokens))
     near = users * sum(min(prefix + i, window) + 1 for i in range(tokens))
-    _attend(work, model, users, prefix, tokens, window, keys=seen, in_window=near)
+    _attend(work, model, users, prefix, tokens, window, keys=seen, in_window=near, layers=layers)
     return work
 
 
@@ -129,33 +131,43 @@ def expected_hit(model: DiffusionGemma, tokens: int) -> float:
     return 1.0 - (1.0 - config.top_k_experts / config.num_experts) ** tokens
 
 
-def weight_bytes(model: DiffusionGemma) -> Counter[str]:
-    """Bytes of the weights with their scales by part, as they lie in memory."""
+def weight_bytes(model: DiffusionGemma, layers: int | None = None) -> Counter[str]:
+    """Bytes of the weights with their scales by part, as they lie in memory; as `_needed` counts them."""
     found: Counter[str] = Counter()
     for name, tensor in model.state_dict().items():
-        found[part_of(name)] += tensor.nbytes
+        if _needed(name, layers):
+            found[part_of(name)] += tensor.nbytes
     return found
 
 
-def _weights(model: DiffusionGemma, tokens: int, hit: float) -> Work:
+def _needed(name: str, layers: int | None) -> bool:
+    """Of layers beyond the first `layers` (None: of none) only keys and values are made."""
+    if layers is None or not name.startswith("layers.") or int(name.split(".")[1]) < layers:
+        return True
+    return any(part in name for part in ("qkv_proj", "k_norm", "input_layernorm"))
+
+
+def _weights(model: DiffusionGemma, tokens: int, hit: float, layers: int | None = None) -> Work:
     config = model.config
     formats = formats_in(model)
     bits = min((4 if fmt.kind == "int4" else 8 for fmt in formats.values()), default=8 * model.dtype.itemsize)
-    work = Work(bits, bytes=weight_bytes(model))
+    work = Work(bits, bytes=weight_bytes(model, layers))
     work.bytes[EXPERTS] = round(work.bytes[EXPERTS] * hit)
     for name, shape in shapes_of(config).items():
-        if len(shape) > 1:  # norms and scales are no products
+        if len(shape) > 1 and _needed(name, layers):  # norms and scales are no products
             share = config.top_k_experts / config.num_experts if part_of(name) == EXPERTS else 1.0
             work.flops[part_of(name)] += round(2 * prod(shape) * share * tokens)
     return work
 
 
 def _attend(
-    work: Work, model: DiffusionGemma, users: int, prefix: int, new: int, window: int, keys: int, in_window: int | None
-) -> None:
-    """Scores and sums. `keys`: pairs of query and key in a full layer; `in_window`: in a sliding one (causal)."""
+    work: Work, model: DiffusionGemma, users: int, prefix: int, new: int, window: int, keys: int, in_window: int | None,
+    layers: int | None = None,
+) -> None:  # fmt: skip
+    """Scores and sums of the first `layers` (None: of all). `keys`: pairs of query and key in a full layer;
+    `in_window`: in a sliding one (causal)."""
     config = model.config
-    for layer in range(config.num_hidden_layers):
+    for layer in range(config.num_hidden_layers if layers is None else layers):
         heads, head_dim = config.layer_heads(layer)
         cached, pairs = prefix, keys
         if config.is_sliding(layer):

@@ -53,9 +53,10 @@ class FastRunner(Runner):
         self.max_rows, self.ahead = limits.max_rows, ahead
         self.chunk = limits.chunk or default_chunk(self.device, limits.max_bytes)
         self.pool = CachePool(model.config, limits.max_bytes, self.dtype, self.device)
-        self.network = FusedNetwork(model, self.pool, ops, overlap)
+        roomy = limits.chunk is None and self.chunk == LARGE_CHUNK
+        self.room = FULL if roomy else self.chunk
+        self.network = FusedNetwork(model, self.pool, ops.roomy() if roomy else ops, overlap)
         self.recorder = Recorder(self.device, graphs, before=self.outbox.deliver)
-        self.room = FULL if limits.chunk is None and self.chunk == LARGE_CHUNK else self.chunk
         most = max(self.room, self.chunk + limits.max_rows)
         self.slate = Slate(self.network, self.recorder, limits.max_rows, most)
         self.drawing = DrawLane(self.network, self.recorder, limits.max_rows)
@@ -145,8 +146,8 @@ class FastRunner(Runner):
             self.outbox.deliver()
 
     def _commit_ahead(self, lanes: Seq[Lane], waiting: int) -> list[tuple[Sequence, int]]:
-        """Launch the commit of blocks whose last step is under way, if nobody else waits: the device has their tokens
-        before the host has. -> whose, and how many tokens its row had before"""
+        """Launch the commit of blocks whose last step is under way, if no other canvas waits: the device has their
+        tokens before the host has. -> whose, and how many tokens its row had before"""
         ending = lanes[0].ending() if len(lanes) == 1 else []
         rows = [sequence.row for sequence in ending if sequence.row is not None]
         if not rows or len(rows) != waiting or len(rows) * lanes[0].width > self.room:

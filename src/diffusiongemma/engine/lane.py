@@ -175,7 +175,8 @@ class Lane:
         temperature, uniform, noise = board.draws(rows, config.vocab_size, network.ops.prepare)
         rules = board.rules(rows, temperature, uniform, self.ruled)
         ends = (config.final_logit_softcapping, network.embed_scale)
-        reading = network.ops.vocab_end(hidden, network.table, rules, *ends, coldest=WARM if self.warm else None)
+        how = {"coldest": WARM if self.warm else None, "at_once": network.ops.reading}
+        reading = network.ops.vocab_end(hidden, network.table, rules, *ends, **how)
         board.decide(rows, reading, noise, network.ops.decide)
 
     def land(self) -> None:

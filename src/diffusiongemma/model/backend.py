@@ -8,7 +8,7 @@ neither, because sums would depend on how many rows there are.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -52,7 +52,7 @@ class Ops:
     geglu: Callable[[Rows, Weight], Rows]  # x [N, K], weight of [2 O, K] -> [N, O], in fp8 where x is
     # x, index, weight [N, k], up, down -> [N m, D]: a row for each of a token's experts, or (m = 1) their sum
     experts: Callable[..., Tensor]  # `placed`: from `place`, where that was used; the weights are in it
-    vocab_end: Callable[..., Reading]  # `few`: one position a row; `coldest`: no temperature is below it
+    vocab_end: Callable[..., Reading]  # as `vocab_triton.vocab_end`
     draws: Callable[..., tuple[Tensor, Tensor]]
     prepare: Callable[..., tuple[Tensor, Tensor, Tensor]]  # `ops/sampler.py`: before the vocabulary end
     decide: Callable[..., None]  # … and after it
@@ -60,12 +60,19 @@ class Ops:
     place: Callable[..., tuple[Tensor, Tensor, Placed]]
     route_one: Callable[..., Routed]  # after_attention and route of up to `few` rows with one new token each
     few: int = 0  # up to so many rows, products take them as they are
-    placing: int = 2048  # up to so many tokens, pairs are placed while they are picked; of more they are sorted
+    # Up to so many tokens, pairs are placed while they are picked; of more they are sorted. What experts make of placed
+    # ones lies in lists with room for all tokens each: 92 MB for 512 tokens of the 26B (`experts_triton.gate_up`).
+    placing: int = 512
+    reading: int = 1024  # positions that the vocabulary end reads at once: 0.8 GB
 
     def places(self, tokens: int, experts: int, top_k: int) -> bool:
         """Is `place` used? Not where most experts have no token: all of them have a first block there. Nor where there
         are too few experts for its kernel."""
         return self.few < tokens <= self.placing and LEAST_EXPERTS <= experts <= tokens * top_k
+
+    def roomy(self) -> Ops:
+        """The same for a card with memory to spare"""
+        return replace(self, placing=4 * self.placing, reading=2 * self.reading)
 
     def quant_for(self, rows: int, weight: Weight) -> torch.dtype | None:
         """What so many rows are rounded to for a product with this weight"""
@@ -141,6 +148,7 @@ def _torch_vocab_end(
     embed_scale: float | None,
     few: bool = False,
     coldest: float | None = None,
+    at_once: int = 0,
 ) -> Reading:
     return vocab.vocab_end(hidden, table, rules, cap, embed_scale)
 
@@ -219,11 +227,14 @@ def triton_ops(exact: bool = False, few: bool = True) -> Ops:
         embed_scale: float | None,
         few: bool = False,
         coldest: float | None = None,
+        at_once: int = vocab_triton.CHUNK,
     ) -> Reading:
         # The vendor's bfloat16 product is the faster one; but before it, ours makes more than a product on the way.
         library = not exact and table.soft is None and not kernels.interpreted()
         how: Literal["library", "fused"] = "library" if library else "fused"
-        return vocab_triton.vocab_end(hidden, table, rules, cap, embed_scale, soft_how=how, few=few, coldest=coldest)
+        return vocab_triton.vocab_end(
+            hidden, table, rules, cap, embed_scale, soft_how=how, few=few, coldest=coldest, at_once=at_once
+        )
 
     return Ops(
         "triton",

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from diffusiongemma.config import FULL, SLIDING, LayerType, ModelConfig
+from diffusiongemma.config import FULL, SLIDING, LayerType
 from diffusiongemma.errors import InputError
 from diffusiongemma.model.backend import Ops, wants_fp8
 from diffusiongemma.model.layers import MLP, Experts, Layer
@@ -32,7 +32,6 @@ from diffusiongemma.ops.rope import Rope
 from diffusiongemma.ops.vocab import Table
 
 Overlap = Literal["draw", "encode", "denoise"]
-SHARE = 256  # of a card's memory that lists of placed pairs may have: one part in so many
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,6 @@ class FusedNetwork:
         self.overlap = tuple(overlap)
         # `route_one` counts its programs in these: zeros between any two of them, and no two networks share them.
         self._counters = torch.zeros(max(1, ops.few), dtype=torch.int32, device=self.device)
-        self._listed = _most_listed(config, self.device)
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     # ---- the two modes -------------------------------------------------------------------------------------------
@@ -167,7 +165,7 @@ class FusedNetwork:
     def _counts(self, tokens: int) -> Tensor | None:
         """What every layer places its pairs by, zeros all: no layer has to clear them, and no pass finds another's"""
         experts = self.config.num_experts
-        if tokens > self._listed or not self.ops.places(tokens, experts, self.config.top_k_experts):
+        if not self.ops.places(tokens, experts, self.config.top_k_experts):
             return None
         # Rows begin at multiples of 16 bytes: for a pointer that does not, Triton would compile every kernel once more.
         apart = -(-(experts + 1) // 4) * 4
@@ -259,15 +257,6 @@ class FusedNetwork:
             return out
 
         return join
-
-
-def _most_listed(config: ModelConfig, device: torch.device) -> int:
-    """Tokens whose pairs may be placed: what the experts make of them lies in lists that have room for all tokens each
-    (`experts_triton.gate_up`), and may take a 256th of a card. An H200 then has room for 2,048 tokens of the 26B."""
-    if device.type != "cuda":
-        return 1 << 30
-    total: int = torch.cuda.get_device_properties(device).total_memory
-    return total // SHARE // (config.num_experts * config.moe_intermediate_size * torch.bfloat16.itemsize)
 
 
 # ---- weights -----------------------------------------------------------------------------------------------------

@@ -33,8 +33,7 @@ from diffusiongemma.ops.vocab import Reading, Rules, Table
 from diffusiongemma.ops.weigh_triton import NEVER, WIDEST, Stats, head_blocks, reference, weigh_fused, weigh_library
 
 How = Literal["fused", "library"]
-CHUNK = 1024  # positions that are read at once: bounds the weights to 0.5 GB (as fp8, 0.3 more)
-ROOMY = 64 << 30  # a card with so many bytes reads twice as many at once, and the table half as often
+CHUNK = 1024  # positions that are read at once unless told otherwise: 0.5 GB of weights (as fp8, 0.3 more)
 
 
 def supported(hidden: Tensor, table: Table, soft: bool) -> str | None:
@@ -145,6 +144,7 @@ def vocab_end(
     few: bool = False,
     coldest: float | None = None,
     skip: float = 0.0,
+    at_once: int = CHUNK,
 ) -> Reading:
     """As `vocab.vocab_end`; `how` chooses whose matrix product makes the logits, `soft_how` the soft embedding.
 
@@ -152,13 +152,13 @@ def vocab_end(
     `skip`: so much of a position's probability may be missing from its soft embedding, whose relative error is then at
     most that times the ratio of the embeddings' norms; tiles in which no position of a block has more than its share
     of it are not read. A row's bits then depend on its neighbours.
+    `at_once`: positions for which the table is read once; their weights lie in memory meanwhile.
     """
     fixed = coldest is not None and cap / coldest <= WIDEST
     parts = []
-    chunk = _chunk(hidden.device)
-    for first in range(0, hidden.shape[0], chunk):
-        x = hidden[first : first + chunk]
-        part = rules.rows(first, first + chunk).contiguous()
+    for first in range(0, hidden.shape[0], at_once):
+        x = hidden[first : first + at_once]
+        part = rules.rows(first, first + at_once).contiguous()
         if how == "fused":
             weights, stats, tile = weigh_fused(x, table, part, cap, head_blocks(few, table.weight.dtype), fixed)
         else:
@@ -176,11 +176,6 @@ def vocab_end(
         torch.cat([p.sample_logprob for p in parts]),
         torch.cat(softs) if softs else None,
     )
-
-
-def _chunk(device: torch.device) -> int:
-    roomy = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory >= ROOMY
-    return 2 * CHUNK if roomy else CHUNK
 
 
 class Weighed(NamedTuple):

@@ -1,0 +1,83 @@
+"""Texts of several blocks on small networks: commits launched behind the last step, caches that are only filled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from runner_small import LIMITS, SMALL, run_all, tell_differences
+from runner_stage import BF16, DEVICE, TINY, check
+
+from diffusiongemma.engine import Request, SamplingParams
+from diffusiongemma.engine.fast import FastRunner
+from diffusiongemma.model import DiffusionGemma
+from diffusiongemma.model.backend import triton_ops
+from diffusiongemma.model.pool import PoolRow
+from diffusiongemma.model.quantize import Scheme, random_network
+
+# A block is committed ahead only where its row could forget it again: the ring must have room for it.
+CONFIG = replace(SMALL, sliding_window=64 if TINY else 2048)
+BLOCKS = 2 if TINY else 3
+
+
+def blocks(kind: str | None) -> None:
+    scheme = None if kind is None else Scheme.parse(kind, 64 if kind == "int4" else None)
+    model = random_network(CONFIG, scheme, DEVICE, BF16, std=0.05)
+    model.self_conditioning.down_proj.weight.mul_(0.1)
+    name = kind or "bf16"
+    for users in (1,) if TINY else (1, 4):
+        _ahead(f"{name}, {users} users", model, users)
+    _remembered(name, model)
+
+
+def _ahead(name: str, model: DiffusionGemma, users: int) -> None:
+    """The same texts whether the host waits, and whether the card has memory to spare"""
+    asked = _requests(users)
+    early = Spy(model, triton_ops(exact=True), LIMITS)
+    got = run_all(model, early, asked)
+    check(f"{name}: blocks committed before they are read", early.ahead_of == users * (BLOCKS - 1), str(early.ahead_of))
+    others = {"that waits": FastRunner(model, triton_ops(exact=True), LIMITS, ahead=False)}
+    if not TINY:
+        others["without graphs"] = FastRunner(model, triton_ops(exact=True), LIMITS, graphs=False)
+        others["with memory to spare"] = FastRunner(model, triton_ops(exact=True), replace(LIMITS, chunk=None))
+    for what, runner in others.items():
+        want = run_all(model, runner, asked)
+        check(f"{name}: as by a runner {what}", got == want)
+        if got != want:
+            tell_differences(got, want)
+
+
+class Spy(FastRunner):
+    ahead_of = 0  # blocks
+
+    def _commit_ahead(self, *args):  # type: ignore[no-untyped-def]
+        found = super()._commit_ahead(*args)
+        self.ahead_of += len(found)
+        return found
+
+
+def _requests(users: int) -> list[Request]:
+    width, steps = CONFIG.canvas_length, 2 if TINY else 4
+    params = {"max_new_tokens": BLOCKS * width, "steps": steps, "early_stop": False}
+    random = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(3, 260, (5 if TINY else 100 + 30 * i,), generator=random).tolist() for i in range(users)]
+    return [Request(tuple(p), SamplingParams.build(**params, seed=i), ends=False) for i, p in enumerate(prompts)]
+
+
+@torch.inference_mode()
+def _remembered(name: str, model: DiffusionGemma) -> None:
+    """A cache that was only filled is that of an encoded text, to the bit"""
+    runner = FastRunner(model, triton_ops(exact=True), LIMITS)
+    counts = [9, 4] if TINY else [300, 77]
+    tokens = torch.randint(3, 260, (sum(counts),), generator=torch.Generator().manual_seed(3))
+    encoded, kept = ([runner.new_row(n) for n in counts] for _ in range(2))
+    runner.slate.encode(tokens, encoded, counts)
+    runner.slate.remember(tokens, kept, counts)
+    same = True
+    for a, b, count in zip(encoded, kept, counts, strict=True):
+        assert isinstance(a, PoolRow)
+        assert isinstance(b, PoolRow)
+        for layer in range(CONFIG.num_hidden_layers):
+            pairs = zip(a.last(layer, count), b.last(layer, count), strict=True)
+            same &= all(torch.equal(torch.cat(x, dim=1), torch.cat(y, dim=1)) for x, y in pairs)
+    check(f"{name}: remembering fills the cache as encoding does", same)
