@@ -18,6 +18,7 @@ from diffusiongemma.model.quantize import Scheme, random_network
 # A block is committed ahead only where its row could forget it again: the ring must have room for it.
 CONFIG = replace(SMALL, sliding_window=64 if TINY else 2048)
 BLOCKS = 2 if TINY else 3
+WIDE = replace(LIMITS, chunk=16 if TINY else 1024)  # four blocks are committed in one pass
 
 
 def blocks(kind: str | None) -> None:
@@ -33,7 +34,7 @@ def blocks(kind: str | None) -> None:
 def _ahead(name: str, model: DiffusionGemma, users: int) -> None:
     """The same texts whether the host waits, and whether the card has memory to spare"""
     asked = _requests(users)
-    early = Spy(model, triton_ops(exact=True), LIMITS)
+    early = Spy(model, triton_ops(exact=True), WIDE)
     got = run_all(model, early, asked)
     check(f"{name}: blocks committed before they are read", early.ahead_of == users * (BLOCKS - 1), str(early.ahead_of))
     others = {"that waits": FastRunner(model, triton_ops(exact=True), LIMITS, ahead=False)}

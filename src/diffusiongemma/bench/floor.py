@@ -75,8 +75,8 @@ def step_work(model: DiffusionGemma, users: int, prefix: int, canvas: int, hit: 
 
 
 def encode_work(model: DiffusionGemma, users: int, prefix: int, tokens: int, hit: float, head: int = 0) -> Work:
-    """`tokens` new ones a row, causal; logits for `head` of all rows' tokens: one a row for AR; 0 for a prompt, of which
-    the last layer makes keys and values only."""
+    """`tokens` new ones a row, causal; logits for `head` of all rows' tokens: one a row for AR; 0 for a prompt, of
+    which the last layer makes keys and values only."""
     layers = model.config.num_hidden_layers - (head == 0)
     work = _weights(model, users * tokens, hit, layers)
     del work.bytes[CONDITIONING], work.flops[CONDITIONING]

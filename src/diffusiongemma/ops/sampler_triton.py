@@ -90,14 +90,15 @@ def _decide_kernel(
     free = live & (tl.load(pin + place, mask=live, other=0) < 0)
     key = _key(e)
     # The entropies of all that come before, in the order of a stable sort
-    before = tl.zeros((BLOCK,), tl.int64)
+    each = tl.zeros((BLOCK, OTHERS), tl.int64)  # summed at the end: sums go through several threads
     for first in range(0, L, OTHERS):
         other = first + tl.arange(0, OTHERS)
         theirs = tl.load(entropy + row * L + other, mask=other < L, other=0.0)
         smaller = _key(theirs)[None, :] < key[:, None]
         earlier = (_key(theirs)[None, :] == key[:, None]) & (other[None, :] < at[:, None])
         counted = (smaller | earlier) & (other < L)[None, :]
-        before += tl.sum(tl.where(counted, _whole(theirs)[None, :], 0), axis=1)
+        each += tl.where(counted, _whole(theirs)[None, :], 0)
+    before = tl.sum(each, axis=1)
     bound = tl.load(reals + 2 * rows + row).to(tl.float64) * FINE
     threshold, confidence = tl.load(reals + 3 * rows + row), tl.load(reals + 4 * rows + row)
     sure = tl.where(live, tl.exp(tl.load(logprob + place, mask=live, other=0.0)), -1.0)
