@@ -17,6 +17,7 @@ from diffusiongemma.ops.sampler import FINE, LOST, State
 from diffusiongemma.ops.vocab import Reading
 
 ROOM = 9  # rows of a board, more than canvases are on it
+STUCK, UNSURE = 2, 3  # canvases: of which only a pin is sure; of which nothing is sure enough
 Step = tuple[State, Reading, Tensor]
 
 
@@ -37,6 +38,7 @@ def _settings(inputs: Inputs) -> tuple[Tensor, Tensor]:
     reals = inputs.uniform(5 * ROOM).view(5, ROOM) + 0.1
     reals[3] = torch.where(torch.arange(ROOM, device=device) % 4 == 3, reals[3], -1.0)
     reals[4] *= 4
+    reals[2, STUCK], reals[3, UNSURE] = 1e-6, 1.5
     return torch.tensor(counts, dtype=torch.int32, device=device), reals
 
 
@@ -49,8 +51,15 @@ def _board(canvases: int, width: int, counts: Tensor, reals: Tensor, shapes: Sha
     entropy[::5] = (entropy[::5] * 4).round() / 4  # several are equal
     entropy[-1], entropy[-2] = torch.nan, torch.inf
     pin = torch.where(inputs.uniform(count) < 0.1, 5, -1).int()
+    if canvases > STUCK:
+        own = slice(STUCK * width, (STUCK + 1) * width)
+        entropy[own] = entropy[own].clamp_min(0.01)
+        entropy[own.start + 1], pin[own.start + 1] = 0.001, 5
     soft = inputs.randn(count, shapes.config.hidden_size)
-    reading = Reading(argmax, sample, entropy, -entropy - 0.01 * inputs.uniform(count), entropy, soft)
+    logprob = -entropy - 0.01 * inputs.uniform(count)
+    if canvases > UNSURE:
+        entropy[UNSURE * width + 2], logprob[UNSURE * width + 2] = 1.0, 0.0  # surest, though not by entropy
+    reading = Reading(argmax, sample, entropy, logprob, entropy, soft)
     board = (canvases, width)
     state = State(
         torch.zeros(board, dtype=torch.int64, device=device), torch.zeros_like(soft).view(*board, -1),

@@ -191,6 +191,8 @@ def test_a_card_with_memory_to_spare_encodes_more_at_once(monkeypatch: pytest.Mo
             assert engine.scheduler.chunk == runner.chunk == chunk
             assert engine.scheduler.room == runner.room == room
             assert runner.slate.most_tokens == max(room, chunk + 16)
+            ops = runner.network.ops
+            assert (ops.placing, ops.reading) == ((2048, 2048) if room == 4096 else (512, 1024))
     free["now"] = 1 << 30
     assert Runner(model).chunk == Runner(model).room == 512
 

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from diffusiongemma.config import FULL, SLIDING, ModelConfig
 from diffusiongemma.model.backend import VENDOR_ROWS, Ops, torch_ops
-from diffusiongemma.ops import routing, soft_triton, weigh_triton
+from diffusiongemma.ops import routing, sampler, soft_triton, weigh_triton
 from diffusiongemma.ops.fused import Rows
 
 KINDS = ["bf16", "fp8", "int8", "int4"]
@@ -257,6 +259,22 @@ def test_a_wrong_operation_is_outside(what: str) -> None:
 
 def test_every_operation_has_been_seen_wrong() -> None:
     assert {name for _, name, _ in WRONG.values()} == set(exact_chain.names(torch_ops()))
+
+
+@pytest.mark.parametrize("rule", ["a free position at least", "the surest at least"])
+def test_a_sampler_without_one_of_its_rules_is_outside(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    accept = sampler._accept
+
+    def wrong(
+        entropy: Tensor, whole: Tensor, logprob: Tensor, bound: Tensor, threshold: Tensor, free: Tensor
+    ) -> Tensor:
+        if rule == "a free position at least":
+            return accept(entropy, whole, logprob, bound, threshold, torch.ones_like(free))
+        more = (F.pad(t, (0, 1), value=v) for t, v in ((entropy, torch.inf), (whole, 0), (logprob, torch.nan)))
+        return accept(*more, bound, threshold, F.pad(free, (0, 1)))[:, :-1]  # beside NaN none is the surest
+
+    monkeypatch.setattr(sampler, "_accept", wrong)
+    assert outcome("bf16", torch_ops(), only="decide").outside
 
 
 def test_a_wrong_order_of_pairs_is_outside() -> None:

@@ -79,6 +79,24 @@ def test_decisions_are_those_of_the_definition(width: int, rows: int, seed: int)
     assert not torch.equal(got.counts, state.counts.to(DEVICE))  # a step was taken
 
 
+@pytest.mark.parametrize("width", [300, 520, 1025])
+def test_wide_canvases_are_decided_alike(width: int) -> None:
+    state, reading, noise = make(2, width, 2, odd=True)
+    (want, want_reading), (got, got_reading) = on_device(state, reading), on_device(state, reading)
+    sampler.decide(want, want_reading, noise.to(DEVICE))
+    sampler_triton.decide(got, got_reading, noise.to(DEVICE))
+    for name, a, b in zip(State._fields, got, want, strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("width", [1, 100, 256, 257, 512, 1000, 4096, 20_000])
+def test_wide_canvases_are_compared_in_smaller_pieces(width: int) -> None:
+    """All pairs that are compared at once lie in registers: 32 each of 1,024 positions and more did not."""
+    block = 1 << (width - 1).bit_length()
+    assert sampler_triton.others(width) * block <= max(8192, block)
+    assert sampler_triton.others(256) == 32
+
+
 def test_canvases_end_for_every_reason() -> None:
     """Else the test above would compare less than it seems."""
     ends = set()
@@ -117,3 +135,18 @@ def test_a_canvas_of_which_only_pins_are_sure_goes_on(lost: tuple[int, ...]) -> 
     sampler_triton.decide(got, got_reading, noise.to(DEVICE))
     assert torch.equal(got.out, want.out)
     assert got.out[0, 24:36].nonzero().flatten().tolist() == sorted((3, lost[0] if lost else 11))
+
+
+@pytest.mark.parametrize("pinned", [0, 3])
+def test_where_no_entropy_is_finite_no_pin_is_taken_for_progress(pinned: int) -> None:
+    state, reading, noise = make(1, 12, 1)
+    state.pin.fill_(5)[0, [2 + pinned, 9]] = -1
+    state.reals[2], state.reals[3] = 1e-6, -1.0
+    entropy = torch.full((12,), 0.5)
+    entropy[[0, 2 + pinned, 9]] = torch.inf
+    reading = Reading(reading.argmax, reading.sample, entropy, *[-entropy] * 2, None)
+    (want, want_reading), (got, got_reading) = on_device(state, reading), on_device(state, reading)
+    sampler.decide(want, want_reading, noise.to(DEVICE))
+    sampler_triton.decide(got, got_reading, noise.to(DEVICE))
+    assert torch.equal(got.out, want.out)
+    assert got.out[0, 24:36].nonzero().flatten().tolist() == [1, 2 + pinned]

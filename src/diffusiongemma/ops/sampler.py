@@ -93,6 +93,7 @@ def _accept(entropy: Tensor, whole: Tensor, logprob: Tensor, bound: Tensor, thre
     accepted = torch.where(threshold[:, None] < 0, bounded, confident)
     # Pins are always accepted, and that is no progress: one free position at least, if there is any.
     stuck = ~(accepted & free).any(dim=1) & free.any(dim=1)
-    best = torch.where(free, entropy, torch.inf).argmin(dim=1)
+    # Of free ones: no entropy is as large as what stands for a pin.
+    best = torch.where(free, entropy.clamp_max(torch.finfo(entropy.dtype).max), torch.inf).argmin(dim=1)
     at = torch.arange(entropy.shape[1], device=entropy.device)
     return accepted | (stuck[:, None] & (at == best[:, None]))

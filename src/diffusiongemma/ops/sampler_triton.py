@@ -23,7 +23,7 @@ from diffusiongemma.ops.vocab import Reading
 from diffusiongemma.ops.vocab_triton import chance
 
 FINE, LOST = tl.constexpr(FINE_), tl.constexpr(LOST_)
-OTHERS = 32  # positions that all are compared with at once
+OTHERS, PAIRS = 32, 8192  # positions that all are compared with at once, and pairs that fit in registers
 SEPARATE = {"enable_fp_fusion": False}  # as torch rounds
 
 
@@ -162,5 +162,11 @@ def decide(state: State, reading: Reading, noise: Tensor) -> None:
         )  # fmt: skip
     run(
         _decide_kernel, canvases, *given, state.tokens, state.previous, state.pin, state.counts, state.reals, state.out,
-        rows, L=width, BLOCK=triton.next_power_of_2(width), OTHERS=OTHERS, num_warps=8, **SEPARATE,
+        rows, L=width, BLOCK=triton.next_power_of_2(width), OTHERS=others(width), num_warps=8, **SEPARATE,
     )  # fmt: skip
+
+
+def others(width: int) -> int:
+    """How many positions each is compared with at once: fewer where canvases are wide"""
+    block: int = triton.next_power_of_2(width)
+    return max(1, min(OTHERS, PAIRS // block))
