@@ -185,7 +185,9 @@ def test_a_card_with_memory_to_spare_encodes_more_at_once(monkeypatch: pytest.Mo
     assert default_chunk(device) == 2048
     assert default_chunk(device, taken=2 << 30) == 512
     model = make_model()
-    for limits, chunk, room in ((Limits(max_bytes=SMALL), 2048, 4096), (Limits(max_bytes=SMALL, chunk=48), 48, 48)):
+    usual, small = Limits(max_bytes=SMALL), Limits(max_bytes=SMALL, chunk=48)
+    for left, limits, chunk, room in ((7, usual, 2048, 2048), (14, usual, 2048, 4096), (14, small, 48, 48)):
+        free["now"] = left << 30
         runner = FastRunner(model, torch_ops(), limits)
         with Engine(model, byte_tokenizer(), limits=limits, runner=runner) as engine:
             assert engine.scheduler.chunk == runner.chunk == chunk

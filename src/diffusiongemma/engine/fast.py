@@ -18,7 +18,7 @@ from diffusiongemma.engine.draw import DrawLane, drawable
 from diffusiongemma.engine.graphs import Recorder
 from diffusiongemma.engine.lane import Lane, is_ruled, is_warm
 from diffusiongemma.engine.params import WIDTHS
-from diffusiongemma.engine.runner import FULL, LARGE_CHUNK, Runner, default_chunk
+from diffusiongemma.engine.runner import FULL, Runner, default_chunk, default_room
 from diffusiongemma.engine.scheduler import Limits
 from diffusiongemma.engine.sequence import Sequence
 from diffusiongemma.engine.slate import Slate
@@ -53,8 +53,8 @@ class FastRunner(Runner):
         self.max_rows, self.ahead = limits.max_rows, ahead
         self.chunk = limits.chunk or default_chunk(self.device, limits.max_bytes)
         self.pool = CachePool(model.config, limits.max_bytes, self.dtype, self.device)
-        roomy = limits.chunk is None and self.chunk == LARGE_CHUNK
-        self.room = FULL if roomy else self.chunk
+        self.room = limits.chunk or default_room(self.device, limits.max_bytes)
+        roomy = limits.chunk is None and self.room == FULL
         self.network = FusedNetwork(model, self.pool, ops.roomy() if roomy else ops, overlap)
         self.recorder = Recorder(self.device, graphs, before=self.outbox.deliver)
         most = max(self.room, self.chunk + limits.max_rows)

@@ -20,9 +20,10 @@ from diffusiongemma.engine.sequence import Sequence, read_logprob
 from diffusiongemma.model import CacheRow, DiffusionGemma
 
 CHUNK, LARGE_CHUNK = 512, 2048  # tokens of an encode pass
-FULL = 4096  # … where large ones are no matter and no canvas waits for it
+FULL = 4096  # … where there is plenty of memory and no canvas waits for it
 PATIENCE = 4  # ticks that new canvases wait at most for the prompts of others
 ROOMY = 6 << 30  # bytes left on a card from which on a large pass is no matter: it takes less than one of them
+PLENTY = 12 << 30  # … and all that is faster with more memory (`Ops.roomy`): 16 users of the 26B then take 7 of them
 
 
 def default_chunk(device: torch.device, taken: int = 0) -> int:
@@ -33,6 +34,12 @@ def default_chunk(device: torch.device, taken: int = 0) -> int:
     """
     left = bytes_left(device)
     return CHUNK if left is None or left - taken < ROOMY else LARGE_CHUNK
+
+
+def default_room(device: torch.device, taken: int = 0) -> int:
+    """The same for a pass that nobody waits for"""
+    left = bytes_left(device)
+    return default_chunk(device, taken) if left is None or left - taken < PLENTY else FULL
 
 
 def bytes_left(device: torch.device) -> int | None:

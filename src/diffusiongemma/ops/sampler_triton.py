@@ -152,6 +152,7 @@ def decide(state: State, reading: Reading, noise: Tensor) -> None:
     given = (reading.argmax, reading.sample, reading.entropy, reading.logprob, noise)
     own = (state.tokens, state.previous, state.pin, state.out)
     assert state.reals.stride(0) == rows, "settings of canvases lie alike"
+    assert state.counts.stride(1) == state.reals.stride(1) == 1, "kernels read from number to number"
     assert all(t.is_contiguous() for t in (*given, *own)), "kernels read from number to number"
     if reading.soft is not None:  # first: it asks how many steps there were
         numbers = state.soft[0].numel()
