@@ -22,7 +22,7 @@ def test_demo_solves_fills_and_draws(tmp_path: Path) -> None:
     boards = [line.split()[-1] for line in result.stdout.splitlines() if line.startswith("board ")]
     assert is_solution([int(cell) for cell in boards[-1]], random_puzzle("hard", SEED))
     assert "solved: every row, column and box holds 1 to 9" in result.stderr
-    assert "item):\n        self.items.append(item)\n    def pop(self):" in result.stdout
+    assert "item):\n        self.items.append(item)\n\n    def pop(self):" in result.stdout
     # As a terminal shows both: the figures do not stand amid the code.
     assert result.output.index("def __len__") < result.output.index("tokens per forward")
     assert [result.stderr.count(how) for how in ("tokens per forward", " · one after another · ")] == [1, 1]

@@ -68,5 +68,6 @@ def _fill(engine: Engine, settings: Settings) -> bool:
     from diffusiongemma.cli.infill import fill_between
 
     print(PREFIX, end="", flush=True)
-    answer = fill_between(engine, PREFIX, SUFFIX, settings, behind=SUFFIX.strip("\n"), check="python")
+    behind = SUFFIX.removeprefix("\n").rstrip("\n")  # the line's own break is shown with it
+    answer = fill_between(engine, PREFIX, SUFFIX, settings, behind=behind, check="python")
     return not answer.cancelled
