@@ -38,7 +38,7 @@ class Board:
     pin: Tensor  # [R, L] int32, -1 where free
     banned_set: Tensor  # [R, L] int32, -1 for none
     banned: Tensor  # [R SETS, V/32] int32
-    counts: Tensor  # [6, R] int32: step, drawn, run (see below), steps, stability, forget
+    counts: Tensor  # [6, R] int32: as `sampler.State` has them
     reals: Tensor  # [5, R] float32: t_min, t_max, entropy bound, threshold, confidence
     seed: Tensor  # [R] int64
     out: Tensor  # [R, 3 L + 2] int32: what the host wants to know after a step (`Outcome`)
@@ -73,18 +73,6 @@ class Board:
     @property
     def width(self) -> int:
         return self.tokens.shape[1]
-
-    def step(self, rows: int) -> Tensor:
-        """[B] steps taken on this canvas"""
-        return self.counts[0, :rows]
-
-    def drawn(self, rows: int) -> Tensor:
-        """[B] steps that the request has taken on all its canvases: what its chance depends on"""
-        return self.counts[1, :rows]
-
-    def run(self, rows: int) -> Tensor:
-        """[B] how many steps in a row have left the best tokens as they were"""
-        return self.counts[2, :rows]
 
     # ---- the host's side ---------------------------------------------------------------------------------------------
 

@@ -17,13 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 from diffusiongemma.ops.attention_cached import New, Prefix
-from diffusiongemma.ops.early_triton import ready, run
+from diffusiongemma.ops.early_triton import SEPARATE, ready, run
 from diffusiongemma.ops.fused import Rows
 from diffusiongemma.ops.rows_triton import fp8_scale, to_fp8
 
 NOTHING = tl.constexpr(-1e30)  # the largest score of a query that has seen no key yet: finite, so that no NaN appears
 PIECE = tl.constexpr(32)  # numbers of a head that a program with all parts stores at once
-SEPARATE = {"enable_fp_fusion": False}  # a row has the same bits whichever kernel joins it
 HELD = 4  # parts of a token that one program can put together quickly
 
 

@@ -25,9 +25,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from diffusiongemma.ops.attention_cached import New, Prefix, check
-from diffusiongemma.ops.attention_join_triton import NOTHING, PIECE, SEPARATE, join, joined, next_part, put
+from diffusiongemma.ops.attention_join_triton import NOTHING, PIECE, join, joined, next_part, put
 from diffusiongemma.ops.attention_wide_triton import WideBlocks, attend_wide, wide_blocks
-from diffusiongemma.ops.early_triton import multiprocessors, ready, run
+from diffusiongemma.ops.early_triton import SEPARATE, multiprocessors, ready, run
 from diffusiongemma.ops.fused import Rows
 from diffusiongemma.ops.kernels import unavailable
 from diffusiongemma.ops.quant import FP8

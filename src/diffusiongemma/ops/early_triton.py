@@ -17,6 +17,8 @@ import triton.language as tl
 
 from diffusiongemma.ops.kernels import early, interpreted, launch
 
+SEPARATE = {"enable_fp_fusion": False}  # of a launch: no product is fused with a sum, so that others round alike
+
 
 @triton.jit
 def ready(HOPPER: tl.constexpr):

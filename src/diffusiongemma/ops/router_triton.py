@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from diffusiongemma.ops.early_triton import ready, run
+from diffusiongemma.ops.early_triton import SEPARATE, ready, run
 from diffusiongemma.ops.kernels import unavailable
 from diffusiongemma.ops.routing import Placed, most_beyond
 
@@ -38,7 +38,6 @@ class Blocks(NamedTuple):
 
 
 BLOCKS = Blocks(16, 256, 256, 4, 1)
-SEPARATE = {"enable_fp_fusion": False}
 
 
 def blocks_for(rows: int) -> Blocks:

@@ -3,7 +3,7 @@
 A pair is numbered token × k + slot. Products over experts take blocks of at most `block` rows of one expert. How many
 there are depends on the routing, so there is room for the worst case (`capacity`), and the host never has to know.
 
-Of a canvas or two the pairs are not sorted but placed while they are picked, each into the list of its expert
+Of not too many tokens (`Ops.placing`) the pairs are placed while they are picked, each into the list of its expert
 (`Placed`), as the next that comes. In which order they come is chance on a GPU, and no result may depend on it: what
 lies between the two products keeps the lists' order, row for row, but ends in the pair's own place.
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from diffusiongemma.ops.early_triton import ready, run
+from diffusiongemma.ops.early_triton import SEPARATE, ready, run
 from diffusiongemma.ops.sampler import FINE as FINE_
 from diffusiongemma.ops.sampler import LOST as LOST_
 from diffusiongemma.ops.sampler import State
@@ -24,7 +24,6 @@ from diffusiongemma.ops.vocab_triton import chance
 
 FINE, LOST = tl.constexpr(FINE_), tl.constexpr(LOST_)
 OTHERS, PAIRS = 32, 8192  # positions that all are compared with at once, and pairs that fit in registers
-SEPARATE = {"enable_fp_fusion": False}  # as torch rounds
 
 
 @triton.jit(do_not_specialize=["count", "width", "rows"])
