@@ -40,7 +40,8 @@ def evaluators(recipe: Recipe, vocabulary: Vocabulary, count: int) -> list[Evalu
     if "infill" in kinds and (Path(recipe.data) / "heldout.npy").is_file():
         task = replace(kinds["infill"], name="heldout", canvas=format.INFILL_CANVAS)
         documents = Documents.open(recipe.data, "heldout")
-        holes = Infill(task, documents, vocabulary.line_starts, kinds=(1.0, 0.0, 0.0))
+        prompt = {name: task.options[name] for name in ("suffix", "far") if name in task.options}
+        holes = Infill(task, documents, vocabulary.line_starts, kinds=(1.0, 0.0, 0.0), **prompt)
         found.append(_infill(holes, count))
     return found
 

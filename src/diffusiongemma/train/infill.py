@@ -1,5 +1,8 @@
 """Holes in code: whole lines, several lines, or part of a line, in the format of tasks/format.py.
 
+Before the text next to a hole may stand passages from elsewhere in its file that look alike (text/alike.py), each
+closed by eos. What is left of a row is the end of another file.
+
 Legend: B rows, P prefix, L canvas.
 """
 
@@ -9,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from diffusiongemma.errors import ConfigError, DataError
-from diffusiongemma.tasks.format import fill_canvas, infill_prompt
+from diffusiongemma.tasks.format import EOS, fill_canvas, infill_prompt
+from diffusiongemma.text.alike import REACH, alike
 from diffusiongemma.train.recipe import TaskConfig
 from diffusiongemma.train.rows import Rows, to_rows
 from diffusiongemma.train.sources import Documents, Ids
@@ -19,7 +23,8 @@ MAX_LINES = 8
 
 
 class Infill:
-    """`kinds`: shares of line, lines, inside. `suffix`: how much of the prefix the text after the hole may take."""
+    """`kinds`: shares of line, lines, inside. `far`: how many tokens of the prefix are for passages that look alike;
+    `suffix`: how much of the others the text after the hole may take."""
 
     def __init__(
         self,
@@ -28,11 +33,18 @@ class Infill:
         line_starts: npt.NDArray[np.bool_],
         kinds: tuple[float, ...] = (0.60, 0.25, 0.15),
         suffix: float = 0.4,
+        far: int = 0,
     ) -> None:
         if len(kinds) != len(KINDS) or abs(sum(kinds) - 1.0) > 1e-6:
             raise ConfigError(f"task {config.name}: kinds must be shares of {', '.join(KINDS)} that sum to 1")
+        if not 0 <= far < config.prefix:
+            raise ConfigError(
+                f"task {config.name}: far must be a part of the prefix of {config.prefix} tokens, got {far}"
+            )
         self.config, self.documents, self.kinds = config, documents, kinds
-        self.max_suffix = int(suffix * config.prefix)
+        self.near, self.far = config.prefix - far, far
+        self.max_suffix = int(suffix * self.near)
+        self.line_starts = line_starts
         self.lines = documents.lines(line_starts)
         if len(self.lines) <= MAX_LINES:
             raise DataError(f"task {config.name}: there are only {len(self.lines)} lines of text")
@@ -43,7 +55,8 @@ class Infill:
         canvas = np.empty((count, c.canvas), np.int64)
         read = np.ones((count, c.prefix), bool)
         for i, (first, end, begin, close) in enumerate(self.holes(rng, count).tolist()):
-            prefix[i] = self.prompt(rng, first, end, begin, close)
+            prefix[i], passages = self.prompt(rng, first, end, begin, close)
+            read[i, passages] = False  # they end anywhere, and eos must not be learned from that
             canvas[i] = fill_canvas(self.documents.tokens[first:end].tolist(), c.canvas)
         return to_rows(c, prefix, canvas, None, read)
 
@@ -78,15 +91,29 @@ class Infill:
         fits &= end <= close
         return np.stack([first, end, begin, close], axis=1)[fits]
 
-    def prompt(self, rng: np.random.Generator, first: int, end: int, begin: int, close: int) -> Ids:
-        """[P]: the prompt of one hole; text before it takes the room that the text after it leaves"""
-        tokens, room = self.documents.tokens, self.config.prefix - len(infill_prompt([], []))
+    def prompt(self, rng: np.random.Generator, first: int, end: int, begin: int, close: int) -> tuple[Ids, slice]:
+        """[P]: the prompt of one hole, and where in it passages stand; text before the hole takes the room that the
+        text after it leaves"""
+        tokens, room = self.documents.tokens, self.near - len(infill_prompt([], []))
         draw, wish = rng.random(), self.max_suffix
-        if draw < 0.3:  # mostly as much as there is; sometimes less, sometimes nothing
+        if draw < 0.3:  # mostly as much as there is; sometimes less, sometimes nothing: then the file ends there
             wish = int(rng.integers(0, self.max_suffix + 1)) if draw < 0.25 else 0
+            close = min(close, end + wish)
         after = tokens[end : min(close, end + wish)]
         before = tokens[max(begin, first - (room - len(after))) : first]
-        spare = room - len(after) - len(before)
-        fill = self.documents.tail(rng, spare) if spare else np.empty(0, np.int64)
         prompt = np.array(infill_prompt(before.tolist(), after.tolist()))
-        return np.concatenate([np.zeros(spare - len(fill), np.int64), fill, prompt])
+        passages = self._passages(first, end, begin, close, (len(before), len(after)))
+        spare = self.config.prefix - len(prompt) - len(passages)
+        fill = self.documents.tail(rng, spare) if spare else np.empty(0, np.int64)
+        padded = np.concatenate([np.zeros(spare - len(fill), np.int64), fill, passages, prompt])
+        return padded, slice(spare, spare + len(passages))
+
+    def _passages(self, first: int, end: int, begin: int, close: int, near: tuple[int, int]) -> Ids:
+        """Passages that look alike, each closed by eos"""
+        if not self.far:
+            return np.empty(0, np.int64)
+        tokens = self.documents.tokens
+        sides = (tokens[max(begin, first - REACH) : first], tokens[end : min(close, end + REACH)])
+        before, after = (np.asarray(side, np.int64) for side in sides)
+        found = alike(before, after, near, self.line_starts, self.far)
+        return np.concatenate([np.empty(0, np.int64), *(part for one in found for part in (one, [EOS]))])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from diffusiongemma.model import DiffusionGemma
@@ -13,11 +15,22 @@ def first_weights(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> D
     if recipe.init_from:
         from diffusiongemma.checkpoint import load_model
 
-        return load_model(recipe.init_from, device, dtype, quantize="none").requires_grad_(True).train()
+        model = load_model(recipe.init_from, device, dtype, quantize="none")
+        if recipe.sliding_window:
+            model = with_window(model, recipe.sliding_window)
+        return model.requires_grad_(True).train()
     assert recipe.model is not None
     model = DiffusionGemma(recipe.model).init_weights(recipe.run.seed)
     prepare(model)
     return model.to(device, dtype)
+
+
+def with_window(model: DiffusionGemma, window: int) -> DiffusionGemma:
+    """The same weights, in a network whose sliding layers see so many tokens."""
+    weight = model.embed_tokens.weight
+    other = DiffusionGemma(replace(model.config, sliding_window=window)).to(weight.device, weight.dtype)
+    other.load_state_dict(model.state_dict())
+    return other
 
 
 @torch.no_grad()

@@ -98,6 +98,7 @@ class Recipe:
     data: str = ""  # the folder with token arrays that tasks name
     evaluation: str = ""  # the folder with sudoku_*.txt
     init_from: str = ""  # a checkpoint to begin with
+    sliding_window: int = 0  # tokens that its sliding layers see from now on; 0: as many as before
 
     def __post_init__(self) -> None:
         problems = []
@@ -111,6 +112,8 @@ class Recipe:
             problems += [f"task {task.name}: {problem}" for problem in _problems(task, self.objective)]
         if (self.model is None) == (not self.init_from):
             problems.append("give either [model] or init_from")
+        if self.sliding_window < 0 or (self.sliding_window and not self.init_from):
+            problems.append("sliding_window must be positive, and goes with init_from: [model] has its own")
         if problems:
             raise ConfigError("this recipe cannot be used", problems)
 
