@@ -59,7 +59,8 @@ class Lines:
     def sums(self, value: Numbers) -> Numbers:
         """[T] -> [S]"""
         total = np.concatenate([[0.0], np.cumsum(value)])
-        return total[self.end] - total[self.start]
+        sums: Numbers = total[self.end] - total[self.start]
+        return sums
 
 
 def alike(before: Ids, after: Ids, near: tuple[int, int], breaks: Flags, room: int) -> list[Ids]:
