@@ -80,7 +80,7 @@ def alike(before: Ids, after: Ids, near: tuple[int, int], breaks: Flags, room: i
         found += [(-score[i], side, int(i)) for i in np.argsort(-score, kind="stable")[:TRIED] if score[i] > 0]
     return [
         sides[one.side].tokens[sides[one.side].first[one.low] : sides[one.side].end[one.high]]
-        for one in _merged(_picked(sides, [(side, i) for _, side, i in sorted(found)], room))
+        for one in _merged(sides, _picked(sides, [(side, i) for _, side, i in sorted(found)], room))
     ]
 
 
@@ -148,11 +148,14 @@ def _free(lines: Lines, low: int, high: int) -> bool:
     return low >= 0 and high < len(lines) and lines.end[high] - lines.first[low] <= LONGEST
 
 
-def _merged(picked: Sequence[_Passage]) -> list[_Passage]:
-    """Passages that follow each other as one, the likeliest last"""
+def _merged(sides: Sequence[Lines], picked: Sequence[_Passage]) -> list[_Passage]:
+    """Passages with at most one token between them, in whose stead nothing need close the first, as one; the likeliest
+    last"""
     whole: list[_Passage] = []
     for one in sorted(picked, key=lambda one: (one.side, one.low)):
-        if whole and (whole[-1].side, whole[-1].high + 1) == (one.side, one.low):
+        lines = sides[one.side]
+        follows = whole and (whole[-1].side, whole[-1].high + 1) == (one.side, one.low)
+        if follows and lines.first[one.low] - lines.end[whole[-1].high] <= 1:
             one = _Passage(one.side, whole[-1].low, one.high, min(whole.pop().rank, one.rank))
         whole.append(one)
     return sorted(whole, key=lambda one: -one.rank)
