@@ -19,10 +19,11 @@ from diffusiongemma.engine import (
     Request,
     SamplingParams,
     collect,
-    infill,
+    hole,
 )
 from diffusiongemma.engine.candidates import Try, judge
-from diffusiongemma.engine.infill import CONTEXT, NEAR, STEP, ladder, plan_infill, spread, widths_to_try
+from diffusiongemma.engine.hole import CONTEXT, STEP
+from diffusiongemma.engine.infill import NEAR, ladder, plan_infill, spread, widths_to_try
 from diffusiongemma.engine.params import HolePrompt
 from diffusiongemma.errors import ConfigError, DiffusionGemmaError, InputError
 from diffusiongemma.model import CacheRow, DiffusionGemma
@@ -161,7 +162,7 @@ def test_the_context_is_what_the_model_was_trained_with() -> None:
 def test_a_short_prompt_runs_in_as_far_as_the_model_was_trained() -> None:
     kind, params = "fim_suffix_first", SamplingParams.build(steps=3, seed=5, max_new_tokens=20)
     other = "0123456789" * 20
-    own, plain = Engine(model(), tokenizer(kind), hole=HolePrompt(128, other)), engine(kind)
+    own, plain = Engine(model(), tokenizer(kind), hole=HolePrompt(128, run_in=other)), engine(kind)
     end = tokenizer(kind).special["eos"]
 
     def prompt(of: Engine, before: str, after: str, context: int | None = None) -> tuple[int, ...]:
@@ -183,25 +184,25 @@ def test_a_short_prompt_runs_in_as_far_as_the_model_was_trained() -> None:
         whole = prompt(own, before + "a" * i, "z" * 900)
         fills.append(whole[: whole.index(end) + 1])
     assert 3 <= len(set(fills)) <= 5
-    own.hole = HolePrompt(128, "01")
+    own.hole = HolePrompt(128, run_in="01")
     assert len(prompt(own, "x", "")) == 3 + len(prompt(plain, "x", ""))  # as much as there is
     own.close()
 
 
 def test_a_run_in_becomes_tokens_once_for_a_tokenizer_and_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    told, encode = list[tuple[Tokenizer, str]](), infill.encode_exact
+    told, encode = list[tuple[Tokenizer, str]](), hole.encode_exact
 
     def count(tokenizer: Tokenizer, text: str) -> list[int]:
         told.append((tokenizer, text))
         return encode(tokenizer, text)
 
-    monkeypatch.setattr(infill, "encode_exact", count)
+    monkeypatch.setattr(hole, "encode_exact", count)
     kinds, texts = ("fim_suffix_first", "fim"), ("x = 1\n" * 40, "y = 2\n" * 40)
     params, prompts = SamplingParams.build(max_new_tokens=8, seed=5), list[tuple[int, ...]]()
     for _ in range(2):
         for kind in kinds:
             for text in texts:
-                with Engine(model(), tokenizer(kind), hole=HolePrompt(128, text)) as own:
+                with Engine(model(), tokenizer(kind), hole=HolePrompt(128, run_in=text)) as own:
                     (one,) = plan_infill(own, "a = ", "", params, 1)
                 end = own.tokenizer.special["eos"]
                 at = one.request.prompt.index(end) + 1
@@ -213,7 +214,7 @@ def test_a_run_in_becomes_tokens_once_for_a_tokenizer_and_a_text(monkeypatch: py
 
 def test_a_run_in_needs_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     bare = DiffusionGemma(replace(model().config, eos_token_ids=())).init_weights(0).eval()
-    with Engine(bare, tokenizer("fim_suffix_first"), hole=HolePrompt(64, "x")) as own:
+    with Engine(bare, tokenizer("fim_suffix_first"), hole=HolePrompt(64, run_in="x")) as own:
         monkeypatch.setattr(own.tokenizer, "special", {**own.tokenizer.special, "eos": None})
         monkeypatch.delitem(own.tokenizer.special, "eos")
         with pytest.raises(ConfigError, match="no end-of-text token"):

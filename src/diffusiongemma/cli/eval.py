@@ -87,6 +87,10 @@ def infill(
     context: Annotated[
         int | None, typer.Option(min=8, help="Tokens around a hole at most (what the model was trained with).")
     ] = None,
+    far: Annotated[
+        int | None,
+        typer.Option(min=0, help="Tokens for passages from elsewhere in the file, 0 for none (as it was trained)."),
+    ] = None,
     canvas: Annotated[int | None, typer.Option(min=8, help="Width of the canvas (64; for several lines 128).")] = None,
     answers: Annotated[
         Path | None, typer.Option(help="Run nothing: grade again what --output kept; --output gets it with new scores.")
@@ -104,11 +108,12 @@ def infill(
     if answers is not None:
         from diffusiongemma.tasks.infill import grade_answers
 
-        usual = not sets and (candidates, check, choose, context, canvas) == (None, "none", "likeliest", None, None)
+        asked = (candidates, check, choose, context, far, canvas)
+        usual = not sets and asked == (None, "none", "likeliest", None, None, None)
         _only_beside_answers(usual, options, "--file", "--output", "--json")
         _show_answers(grade_answers(answers, options.file), answers, options)
         return
-    run_sets(*plan_infill(options, sets, candidates, check, choose, context, canvas), options)
+    run_sets(*plan_infill(options, sets, candidates, check, choose, context, far, canvas), options)
 
 
 def plan_infill(
@@ -118,6 +123,7 @@ def plan_infill(
     check: str = "none",
     choose: str = "likeliest",
     context: int | None = None,
+    far: int | None = None,
     canvas: int | None = None,
 ) -> tuple[Task[Any], list[CaseSet]]:
     from diffusiongemma.engine.choice import Choice
@@ -134,7 +140,7 @@ def plan_infill(
     else:
         found = [(name, task.built_in(name)) for name in _chosen(sets, list(task.KINDS))]
     made = [CaseSet(name, take(cases, options.limit, options.seed)) for name, cases in found]
-    return task.Infill(candidates, context, canvas, choice), made
+    return task.Infill(candidates, context, far, canvas, choice), made
 
 
 @app.command("svg")

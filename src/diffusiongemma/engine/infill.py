@@ -15,7 +15,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from diffusiongemma.engine.candidates import (
@@ -30,13 +30,14 @@ from diffusiongemma.engine.candidates import (
 )
 from diffusiongemma.engine.choice import Check, Choice, Choose
 from diffusiongemma.engine.events import Commit, Event, Result
-from diffusiongemma.engine.params import LEAST_CONTEXT, SamplingParams
+from diffusiongemma.engine.hole import hole_prompt
+from diffusiongemma.engine.params import LEAST_CONTEXT, SamplingParams, is_far
 from diffusiongemma.engine.request import Request
 from diffusiongemma.engine.worker import Scope
-from diffusiongemma.errors import ConfigError, InputError
-from diffusiongemma.text.exact import encode_end, encode_exact, encode_start
+from diffusiongemma.errors import InputError
+from diffusiongemma.text.alike import LEAST
+from diffusiongemma.text.exact import encode_exact
 from diffusiongemma.text.fim import CANVASES, FimTokens
-from diffusiongemma.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from diffusiongemma.engine.engine import Engine
@@ -46,9 +47,6 @@ LENGTHS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # of a hole; the 
 NEAR = 16  # tokens behind a hole that its score looks at, and that a canvas has room for
 MAX_CANDIDATES = 16
 SEEDS = 2  # tries a canvas width, where the model ends the middle itself
-CONTEXT = 384  # prompt tokens at most for models of the suffix-first order that do not say what they were trained with,
-AFTER = 0.4  # … and the part of them, or of what is said, that the suffix may take
-STEP = 16  # tokens by which a run-in gets shorter
 
 
 @dataclass(frozen=True)
@@ -67,6 +65,7 @@ def infill_stream(
     candidates: int | None = None,
     strategy: Strategy = "auto",
     context: int | None = None,
+    far: int | None = None,
     check: Check = "none",
     choose: Choose = "likeliest",
     drafts: bool = True,
@@ -77,12 +76,13 @@ def infill_stream(
 
     `candidates`: how many to try (default: what the strategy suggests). `strategy`: "fim" for a model with
     fill-in-the-middle tokens, "canvas" for any; "auto" takes the first that the model can do. `context`: tokens of the
-    text around the hole at most, with strategy "fim" (default: what the model was trained with). `check`, `choose`:
-    which one wins, see choice.py.
+    text around the hole at most, with strategy "fim", and `far`: tokens for passages from elsewhere in the text that
+    look like the place of the hole, 0 for none (defaults: what the model was trained with). `check`, `choose`: which
+    one wins, see choice.py.
     """
     choice = Choice(check, choose)
     params = sampling(engine.params, (), options | {"max_new_tokens": max_new_tokens, "seed": fresh(seed)})
-    tries = plan_infill(engine, prefix, suffix, params, candidates, strategy, drafts, context=context)
+    tries = plan_infill(engine, prefix, suffix, params, candidates, strategy, drafts, context=context, far=far)
     choice.refuse_without_effect(len(tries), params.mode)
     tally = Tally(params.seed or 0, scope)
     return with_end(_infill(engine, tries, tally, partial(choice.order, texts=(prefix, suffix))), tally)
@@ -109,11 +109,14 @@ def plan_infill(
     drafts: bool = True,
     min_tokens: int = 1,
     context: int | None = None,
+    far: int | None = None,
 ) -> list[Try]:
     """The candidates for one hole of `min_tokens` to `params.max_new_tokens`."""
     check_choices(candidates, strategy)
     if context is not None and (type(context) is not int or context < LEAST_CONTEXT):
         raise InputError(f"context must be an integer of at least {LEAST_CONTEXT} tokens, got {context!r}")
+    if far is not None and not is_far(far):
+        raise InputError(f"far must be 0 or an integer of at least {LEAST} tokens, got {far!r}")
     fim = FimTokens.of(engine.tokenizer)
     if strategy == "fim" and fim is None:
         raise InputError("this model has no fill-in-the-middle tokens: use strategy 'canvas'")
@@ -122,9 +125,11 @@ def plan_infill(
     if params.mode == "ar" and candidates not in (None, 1):
         raise InputError(f"candidates {candidates} has no effect in mode 'ar': it writes one")
     if strategy != "canvas" and fim is not None and min_tokens == 1:
-        return _plan_fim(engine, fim, prefix, suffix, params, candidates, drafts, context)
+        return _plan_fim(engine, fim, prefix, suffix, params, candidates, drafts, context, far)
     if context is not None:
         raise InputError("context has no effect with strategy 'canvas': the prompt is the prefix alone")
+    if far is not None:
+        raise InputError("far has no effect with strategy 'canvas': the prompt is the prefix, whole")
     return _plan_canvas(engine, prefix, suffix, params, candidates, drafts, min_tokens)
 
 
@@ -144,15 +149,16 @@ def _plan_fim(
     candidates: int | None,
     drafts: bool,
     context: int | None,
+    far: int | None,
 ) -> list[Try]:
+    if far and fim.middle is not None and context is None and engine.hole.context is None:
+        raise InputError("far has no effect without context: this model's prompt holds the whole text")
     config, tokenizer, ar = engine.model.config, engine.tokenizer, params.mode == "ar"
     body, opening = _open_line(fim, prefix, suffix)
     lead = encode_exact(tokenizer, opening)
     most = len(lead) + params.max_new_tokens
     widths = widths_to_try(most, params, config.canvas_length)
-    sides = _near_sides(tokenizer, fim, body, suffix, context or engine.hole.context)
-    room = config.max_position_embeddings - most
-    prompt = _with_run_in(engine, fim.prompt(*sides, room), room)
+    prompt = hole_prompt(engine, fim, body, suffix, config.max_position_embeddings - most, context, far)
     pads = [tokenizer.special["pad"]] if "pad" in tokenizer.special else []
     forbidden = forbidden_tokens(engine, allowed=[*engine.ends, *pads])
     # A line break with an indent is one token: if only the break is given, the model writes both, and the break is cut
@@ -189,36 +195,6 @@ def widths_to_try(most: int, params: SamplingParams, widest: int) -> list[int]:
     trained = [width for width in CANVASES if width <= widest] or [widest]
     enough = [i for i, width in enumerate(trained) if width > most]
     return trained[: enough[0] + 1] if enough else trained
-
-
-def _near_sides(
-    tokenizer: Tokenizer, fim: FimTokens, prefix: str, suffix: str, context: int | None
-) -> tuple[list[int], list[int]]:
-    """As much of both sides as the model was trained with: the suffix its part at most, the prefix the rest."""
-    if context is None and fim.middle is not None:
-        return encode_exact(tokenizer, prefix), encode_exact(tokenizer, suffix)
-    room = (context or CONTEXT) - 3  # beginning of text and the two marks
-    after = encode_start(tokenizer, suffix, int(AFTER * (context or CONTEXT)))
-    return encode_end(tokenizer, prefix, room - len(after)), after
-
-
-def _with_run_in(engine: Engine, prompt: tuple[int, ...], room: int) -> tuple[int, ...]:
-    """A shorter prompt than the model was trained with, after the end of something else, closed, as in training. In
-    steps: a prompt that grows by a word still begins as before, and what is cached of it is of use."""
-    hole = engine.hole
-    missing = (min(hole.context or 0, room) - len(prompt)) // STEP * STEP
-    if not hole.run_in or missing <= 0:
-        return prompt
-    end = engine.tokenizer.special.get("eos", next(iter(engine.ends), None))
-    if end is None:
-        raise ConfigError("this model has no end-of-text token, which must close the run-in of its holes")
-    return (*(*_run_in_tokens(engine.tokenizer, hole.run_in), end)[-missing:], *prompt)
-
-
-@lru_cache(maxsize=8)
-def _run_in_tokens(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """Kept: the text is the model's own and comes before every hole with a short prompt."""
-    return tuple(encode_exact(tokenizer, text))
 
 
 def _plan_canvas(

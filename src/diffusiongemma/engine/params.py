@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from diffusiongemma.errors import ConfigError
+from diffusiongemma.text.alike import LEAST
 
 Mode = Literal["diffusion", "ar"]
 LEAST_CONTEXT = 8  # tokens around a hole, with the marks between them
@@ -127,18 +128,29 @@ def _number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
+def is_far(value: Any) -> bool:
+    """Can so many tokens be for passages from elsewhere? Fewer than the least would always stay empty."""
+    return type(value) is int and (value == 0 or value >= LEAST)
+
+
 @dataclass(frozen=True)
 class HolePrompt:
     """What a model was trained to see before a hole: at most `context` tokens of the text around it (None: it does not
-    say), and before fewer of them the end of `run_in`, as of another document, so that there are as many after all."""
+    say), before them at most `far` of passages from elsewhere in it, and before fewer of them the end of `run_in`, as
+    of another document, so that there are as many after all. engine/hole.py shows the whole."""
 
     context: int | None = None
+    far: int = 0
     run_in: str = ""
 
     def __post_init__(self) -> None:
-        context, run_in, problems = self.context, self.run_in, []
+        context, far, run_in, problems = self.context, self.far, self.run_in, []
         if context is not None and (type(context) is not int or context < LEAST_CONTEXT):
             problems.append(f"context must be an integer of at least {LEAST_CONTEXT} tokens, got {context!r}")
+        if not is_far(far):
+            problems.append(f"far must be 0 or an integer of at least {LEAST} tokens, got {far!r}")
+        elif far and context is None:
+            problems.append("far has no effect without context, beyond which it looks")
         if type(run_in) is not str:
             problems.append(f"run_in must be a text, got {run_in!r}")
         elif run_in and context is None:
@@ -181,7 +193,7 @@ def released_params(folder: Path) -> Released:
         try:
             hole = HolePrompt(**own["hole"])
         except TypeError:
-            problems.append(f"hole must be an object with `context` and perhaps `run_in`, got {own['hole']!r}")
+            problems.append(f"hole must be an object with `context`, perhaps `far` and `run_in`, got {own['hole']!r}")
         except ConfigError as error:
             problems += [f"hole: {problem}" for problem in error.problems]
     if problems:

@@ -102,10 +102,12 @@ def grade(case: InfillCase, text: str) -> dict[str, bool | float]:
 @dataclass(frozen=True)
 class Infill:
     """`candidates`: fillings to try, of which the best by `choice` counts (None: 1 for a model that ends holes itself).
-    `context`: prompt tokens at most (None: what the model was trained with)."""
+    `context`: tokens around a hole at most, `far`: tokens for passages from elsewhere in the file (both None: what the
+    model was trained with)."""
 
     candidates: int | None = None
     context: int | None = None
+    far: int | None = None
     canvas: int | None = None
     choice: Choice = LIKELIEST
     name: str = "infill"
@@ -136,7 +138,8 @@ class Infill:
             options["canvas"] = width
         params = variant.params(engine.params, seed=seed, **options)
         candidates = self.candidates or (1 if ends_itself else None)
-        tries = plan_infill(engine, case.prefix, case.suffix, params, candidates, drafts=False, context=self.context)
+        text, seen = (case.prefix, case.suffix), (self.context, self.far)
+        tries = plan_infill(engine, *text, params, candidates, "auto", False, 1, *seen)
         self.choice.refuse_without_effect(len(tries), variant.mode)
         if len(tries) == 1:  # nothing to compare: the pass that would score it is spared
             return [replace(tries[0], request=replace(tries[0].request, score=False))]
@@ -179,7 +182,8 @@ def grade_answers(path: Path, own: Path | None = None) -> dict[str, tuple[Infill
         try:
             graded = _graded_again(cases[name][row["case"]], row)
             variant, told = Variant(row["mode"], row["steps_limit"], row["early_stop"]), row["settings"]
-            task = Infill(told["candidates"], told["context"], told["canvas"], Choice(**told["choice"]))
+            seen = (told["context"], told.get("far"))  # older answers were asked for when there was no `far`
+            task = Infill(told["candidates"], *seen, told["canvas"], Choice(**told["choice"]))
         except (KeyError, TypeError, AttributeError):
             raise wrong from None
         if row["task"] != "infill" or task != tasks.setdefault(name, task):

@@ -3,7 +3,7 @@
 A line is a bag of tokens, of which rare ones count more. A line elsewhere is a likely model for the hole if the lines
 around it are like those around the hole, the nearest most. It is handed out with the lines next to it.
 
-Only ids are compared, so training and inference find the same passages (train/infill.py, engine/infill.py).
+Only ids are compared, so training and inference find the same passages (train/infill.py, engine/hole.py).
 
 Legend: T tokens of a stretch of text, S its lines that are not blank, V vocabulary.
 """
@@ -12,9 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
+
+from diffusiongemma.text.tokenizer import Tokenizer
 
 Ids = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.float64]
@@ -27,6 +30,13 @@ LONGEST = 96  # tokens of a passage
 LEAST = 24  # tokens below which the rest of the room is left empty
 TRIED = 12  # likeliest lines of a side that are considered
 REACH = 16384  # tokens on either side of a hole that are searched
+
+
+@lru_cache(maxsize=8)
+def line_breaks(tokenizer: Tokenizer) -> Flags:
+    """[V]: tokens that are a line break and perhaps the indent after it. Training has the same in train/sources.py."""
+    texts = [tokenizer.token_bytes(id) or b"" for id in range(tokenizer.vocab_size)]
+    return np.array([text[:1] in (b"\n", b"\r") and b"\n" in text for text in texts], bool)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ T_MIN, T_MAX = 0.1, 0.4
 # One token after another: on a canvas the end of the text is decided first, so the shortest icon wins (docs/nano.md).
 SVG_MODE: Mode = "ar"
 # Holes had prompts of this one length in training: a shorter one alone is strange to the network (docs/log.md).
-CONTEXT, RUN_IN_FILE = 384, Path(__file__).parent / "run_in.txt"
+CONTEXT, FAR, RUN_IN_FILE = 384, 256, Path(__file__).parent / "run_in.txt"
 BOS = "{{- bos_token -}}"
 NO_THOUGHT = "    {%- if not enable_thinking -%}{{- '<|channel>thought\\n<channel|>' -}}{%- endif -%}\n"
 TEMPLATE = Path(__file__).parent.parent / "text" / "gemma_chat.jinja"
@@ -47,7 +47,7 @@ def ship(source: Path, out: Path, tokenizer: Path) -> int:
         # Transformers looks its class up by that name, and fails without it.
         "sampler_config": {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": released.entropy_bound},
     }
-    hole = HolePrompt(CONTEXT, RUN_IN_FILE.read_text(encoding="utf-8"))
+    hole = HolePrompt(CONTEXT, FAR, RUN_IN_FILE.read_text(encoding="utf-8"))
     own = {"svg_mode": SVG_MODE, "hole": asdict(hole)}
     for name, data in (("generation_config.json", config), ("dgemma.json", own)):
         (out / name).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
