@@ -240,12 +240,13 @@ def holes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_kept_fillings_are_graded_again(holes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers of a version that knew fewer scores get all of them, their candidates too."""
+    """Answers of a version that knew fewer scores, and not `far`, get all of them, their candidates too."""
     out, again = tmp_path / "kept.jsonl", tmp_path / "again.jsonl"
     (here,) = rows("infill", "--file", holes, "--candidates", "3", "--check", "python", "--output", str(out))
     whole = [json.loads(line) for line in out.read_text().splitlines()]
     old = [json.loads(line) for line in out.read_text().splitlines()]
     for row in old:
+        del row["settings"]["far"]
         for one in (row, *row["tried"]):
             del one["scores"]["ratio"]
             one["scores"]["similarity"] = 0.0
@@ -335,7 +336,8 @@ def test_a_report_says_how_candidates_were_chosen(tmp_path: Path) -> None:
     chosen = ("--candidates", "3", "--check", "python", "--choose", "middle")
     (got,) = rows("infill", *MODEL, "--limit", "1", "--steps", "1", "--set", "inside", *chosen)
     assert got["settings"] == {
-        "candidates": 3, "context": None, "canvas": None, "choice": {"check": "python", "choose": "middle"},
+        "candidates": 3, "context": None, "far": None, "canvas": None,
+        "choice": {"check": "python", "choose": "middle"},
     }  # fmt: skip
     out = tmp_path / "cases.jsonl"
     args = ("infill", *MODEL, "--limit", "1", "--steps", "1", "--set", "inside", "--output", str(out))
@@ -377,6 +379,7 @@ def test_options_reach_the_sampler() -> None:
         (["infill", "--check", "python", "--mode", "both"], "check 'python' has no effect in mode 'ar': it writes one"),
         (["infill", "--choose", "middle", "--mode", "ar"], "choose 'middle' has no effect in mode 'ar': it writes one"),
         (["svg", "--answers", "a.jsonl", "--attempts", "2"], "only --json has an effect"),
+        (["infill", "--answers", "a.jsonl", "--far", "0"], "only --file, --output and --json have an effect"),
         (["infill", "--answers", "a.jsonl", "--canvas", "32"], "only --file, --output and --json have an effect"),
         (["infill", "--answers", "a.jsonl", "--set", "line"], "only --file, --output and --json have an effect"),
         (["infill", "--answers", "a.jsonl", "--limit", "3"], "only --file, --output and --json have an effect"),

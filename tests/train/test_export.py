@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tomllib
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,10 @@ from diffusiongemma.errors import CheckpointError
 from diffusiongemma.model import DiffusionGemma
 from diffusiongemma.model.quantize import Scheme
 from diffusiongemma.ops.quant import dequantize, quantize
+from diffusiongemma.text import Tokenizer
 from diffusiongemma.text.bytes import byte_tokenizer
 from diffusiongemma.train.export import SHARD_BYTES, export, load_raw, save_raw
-from diffusiongemma.train.ship import ship
+from diffusiongemma.train.ship import CONTEXT, FAR, RUN_IN_FILE, ship
 
 
 @pytest.fixture(scope="module")
@@ -95,10 +97,20 @@ def test_what_is_shipped_loads_with_its_settings(model: DiffusionGemma, tmp_path
     with Engine.load(tmp_path / "out", "cpu") as engine:
         assert (engine.svg_mode, engine.params.t_min, engine.params.t_max) == ("ar", 0.1, 0.4)
         assert engine.template is not None
+        hole = asdict(engine.hole)
+    assert (hole["context"], hole["far"], hole["run_in"]) == (CONTEXT, FAR, RUN_IN_FILE.read_text(encoding="utf-8"))
     ends = {"eos_token_id": list(model.config.eos_token_ids)}
-    for name, differs in (("generation_config.json", ends), ("dgemma.json", {})):
+    for name, differs in (("generation_config.json", ends), ("dgemma.json", {"hole": hole})):
         written, nano = (json.loads((folder / name).read_text()) for folder in (tmp_path / "out", ASSETS / "nano"))
         assert written == nano | differs
+    assert hole["run_in"].endswith(nano["hole"]["run_in"])  # nano's own may be older, and less far
+    assert nano["hole"]["context"] == hole["context"]
+
+
+def test_a_run_in_fills_the_longest_prompt() -> None:
+    """… that may be missing: all of it but a token, and eos."""
+    tokenizer = Tokenizer.from_pretrained(ASSETS / "nano")
+    assert len(tokenizer.encode(RUN_IN_FILE.read_text(encoding="utf-8"))) >= CONTEXT + FAR
 
 
 def test_raw_needs_nothing_but_torch_and_safetensors(tmp_path: Path) -> None:
