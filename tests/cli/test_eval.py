@@ -332,6 +332,17 @@ def test_all_built_in_sets_are_run_unless_some_are_named() -> None:
     assert len(rows("sudoku", *quick)) == 4
 
 
+def test_a_report_says_what_was_seen_of_the_file(holes: str, tmp_path: Path) -> None:
+    out = tmp_path / "kept.jsonl"
+    shown = run("infill", "--file", holes, "--context", "64", "--far", "0", "--output", str(out)).stdout
+    assert shown.splitlines()[0].endswith("context 64, far 0")
+    assert json.loads(out.read_text().splitlines()[0])["settings"]["far"] == 0
+    (later,) = rows("infill", "--answers", str(out), "--file", holes)
+    assert (later["settings"]["context"], later["settings"]["far"]) == (64, 0)
+    with pytest.raises(InputError, match="far must be 0 or an integer of at least 24 tokens, got 5"):
+        run("infill", "--file", holes, "--far", "5")
+
+
 def test_a_report_says_how_candidates_were_chosen(tmp_path: Path) -> None:
     chosen = ("--candidates", "3", "--check", "python", "--choose", "middle")
     (got,) = rows("infill", *MODEL, "--limit", "1", "--steps", "1", "--set", "inside", *chosen)

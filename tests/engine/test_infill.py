@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -19,16 +18,12 @@ from diffusiongemma.engine import (
     Request,
     SamplingParams,
     collect,
-    hole,
 )
 from diffusiongemma.engine.candidates import Try, judge
-from diffusiongemma.engine.hole import CONTEXT, STEP
 from diffusiongemma.engine.infill import NEAR, ladder, plan_infill, spread, widths_to_try
-from diffusiongemma.engine.params import HolePrompt
 from diffusiongemma.errors import ConfigError, DiffusionGemmaError, InputError
-from diffusiongemma.model import CacheRow, DiffusionGemma
+from diffusiongemma.model import CacheRow
 from diffusiongemma.tasks import format as task_format
-from diffusiongemma.text import Tokenizer
 from diffusiongemma.text.exact import encode_exact, exact_text
 from diffusiongemma.text.fim import FimTokens, share
 from engine.holes import FIM, PLAIN, engine, model, new_engine, tokenizer
@@ -137,96 +132,6 @@ def test_the_line_break_is_cut_off_and_who_lacks_it_loses() -> None:
     assert (good.texts, good.fillings, good.opens) == (("    y = 1",), (tuple(encode("    y = 1")),), True)
     assert (late.texts, late.opens) == (("y = 1",), False)
     assert max(late, good, key=lambda c: c.rank) is good
-
-
-def test_the_context_is_what_the_model_was_trained_with() -> None:
-    kind, before, after = "fim_suffix_first", "ab" * 3000, "cd" * 3000
-    for context in (None, 100, 9):
-        params = SamplingParams.build(steps=3, seed=5, max_new_tokens=20)
-        (one,) = plan_infill(engine(kind), before, after, params, 1, context=context)
-        total = context or CONTEXT
-        assert len(one.request.prompt) == total
-        told = tokenizer(kind).decode(one.request.prompt)
-        assert len(told) == total - 3
-        assert sum(map(told.count, "cd")) == int(0.4 * total)
-        assert told == after[: int(0.4 * total)] + before[-(total - 3 - int(0.4 * total)) :]
-    # A short suffix leaves its room to the prefix, not the other way round.
-    (one,) = plan_infill(engine(kind), before, "x", params, 1, context=100)
-    assert len(one.request.prompt) == 100
-    (one,) = plan_infill(engine(kind), "x", after, params, 1, context=100)
-    assert len(one.request.prompt) == 3 + 1 + 40
-    (one,) = plan_infill(engine("fim"), before, after, params, 1)
-    assert len(one.request.prompt) > 4000  # models of the other order say nothing about theirs
-
-
-def test_a_short_prompt_runs_in_as_far_as_the_model_was_trained() -> None:
-    kind, params = "fim_suffix_first", SamplingParams.build(steps=3, seed=5, max_new_tokens=20)
-    other = "0123456789" * 20
-    own, plain = Engine(model(), tokenizer(kind), hole=HolePrompt(128, run_in=other)), engine(kind)
-    end = tokenizer(kind).special["eos"]
-
-    def prompt(of: Engine, before: str, after: str, context: int | None = None) -> tuple[int, ...]:
-        (one,) = plan_infill(of, before, after, params, 1, context=context)
-        return one.request.prompt
-
-    before = "x = "
-    fills = list[tuple[int, ...]]()
-    for context in (None, 20):  # what is seen of the text is less, and the rest is filled all the same
-        seen = prompt(plain, before, "z" * 900, context or 128)
-        whole = prompt(own, before, "z" * 900, context)
-        missing = len(whole) - len(seen)
-        assert 128 - STEP < len(whole) <= 128
-        assert whole[missing:] == seen
-        assert whole[missing - 1] == end
-        assert tokenizer(kind).decode(whole[: missing - 1]) == other[-(missing - 1) :]
-    assert prompt(own, "ab" * 90, "cd" * 90) == prompt(plain, "ab" * 90, "cd" * 90, 128)  # nothing is missing
-    for i in range(1, 50):  # as somebody types: what stands before stays the same for a while
-        whole = prompt(own, before + "a" * i, "z" * 900)
-        fills.append(whole[: whole.index(end) + 1])
-    assert 3 <= len(set(fills)) <= 5
-    own.hole = HolePrompt(128, run_in="01")
-    assert len(prompt(own, "x", "")) == 3 + len(prompt(plain, "x", ""))  # as much as there is
-    own.close()
-
-
-def test_a_run_in_becomes_tokens_once_for_a_tokenizer_and_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    told, encode = list[tuple[Tokenizer, str]](), hole.encode_exact
-
-    def count(tokenizer: Tokenizer, text: str) -> list[int]:
-        told.append((tokenizer, text))
-        return encode(tokenizer, text)
-
-    monkeypatch.setattr(hole, "encode_exact", count)
-    kinds, texts = ("fim_suffix_first", "fim"), ("x = 1\n" * 40, "y = 2\n" * 40)
-    params, prompts = SamplingParams.build(max_new_tokens=8, seed=5), list[tuple[int, ...]]()
-    for _ in range(2):
-        for kind in kinds:
-            for text in texts:
-                with Engine(model(), tokenizer(kind), hole=HolePrompt(128, run_in=text)) as own:
-                    (one,) = plan_infill(own, "a = ", "", params, 1)
-                end = own.tokenizer.special["eos"]
-                at = one.request.prompt.index(end) + 1
-                assert one.request.prompt[:at] == (*encode(own.tokenizer, text), end)[-at:]
-                prompts.append(one.request.prompt)
-    assert prompts[:4] == prompts[4:]
-    assert [told.count((tokenizer(kind), text)) for kind in kinds for text in texts] == [1, 1, 1, 1]
-
-
-def test_a_run_in_needs_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    bare = DiffusionGemma(replace(model().config, eos_token_ids=())).init_weights(0).eval()
-    with Engine(bare, tokenizer("fim_suffix_first"), hole=HolePrompt(64, run_in="x")) as own:
-        monkeypatch.setattr(own.tokenizer, "special", {**own.tokenizer.special, "eos": None})
-        monkeypatch.delitem(own.tokenizer.special, "eos")
-        with pytest.raises(ConfigError, match="no end-of-text token"):
-            plan_infill(own, "x", "y", SamplingParams.build(max_new_tokens=8), 1)
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"context": 3}, {"context": -5, "run_in": "a"}, {"run_in": "a"}, {"context": 64, "run_in": None}]
-)
-def test_what_a_model_cannot_want(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        HolePrompt(**wrong)
 
 
 @pytest.mark.parametrize(
@@ -534,6 +439,15 @@ def test_only_texts_can_be_filled_between() -> None:
     [
         ({"strategy": "fim", "min_tokens": 2}, "min_tokens 2 has no effect"),
         ({"strategy": "canvas", "min_tokens": 1000}, "does not fit"),
+        ({"strategy": "canvas", "context": 64}, "context has no effect"),
+        ({"strategy": "canvas", "far": 0}, "far has no effect with strategy 'canvas'"),
+        ({"strategy": "fim", "far": 64}, "far has no effect without context"),
+        ({"strategy": "fim", "far": -1}, "far must be 0 or an integer of at least 24 tokens, got -1"),
+        ({"strategy": "fim", "context": 64, "far": 23}, "far must be 0 or an integer of at least 24 tokens, got 23"),
+        (
+            {"strategy": "fim", "context": 64, "far": True},
+            "far must be 0 or an integer of at least 24 tokens, got True",
+        ),
         ({"strategy": "fim", "mode": "ar", "candidates": 3}, "candidates 3 has no effect"),
     ],
 )

@@ -96,7 +96,7 @@ def test_the_checkpoints_own_settings(tmp_path) -> None:
     assert ends == (1, 106)
     (tmp_path / "dgemma.json").write_text('{"svg_mode": "ar"}')
     assert released_params(tmp_path) == (params, ends, "ar", HolePrompt())
-    for said in ({"context": 640}, {"context": 64, "run_in": "x = 1"}):
+    for said in ({"context": 640}, {"context": 64, "run_in": "x = 1"}, {"context": 64, "far": 32, "run_in": "x"}):
         (tmp_path / "dgemma.json").write_text(json.dumps({"hole": said}))
         assert released_params(tmp_path) == (params, ends, "diffusion", HolePrompt(**said))
     for few in (7, 64.0, True, "64"):
@@ -106,6 +106,9 @@ def test_the_checkpoints_own_settings(tmp_path) -> None:
     for wrong, message in (
         ({"run_in": "x"}, "run_in has no effect without context"),
         ({"context": 64, "run_in": 3}, "run_in must be a text"),
+        ({"far": 256}, "far has no effect without context"),
+        ({"context": 64, "far": -1}, "far must be 0 or an integer of at least 24 tokens, got -1"),
+        ({"context": 64, "far": "256"}, "far must be 0 or an integer of at least 24 tokens, got '256'"),
         ({"length": 3}, "hole must be an object"),
         ([64], "hole must be an object"),
         (None, "hole must be an object"),

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diffusiongemma.engine.choice import Choice
+from diffusiongemma.engine.params import HolePrompt
 from diffusiongemma.errors import DataError, InputError
 from diffusiongemma.tasks import format
 from diffusiongemma.tasks import infill as task
@@ -237,6 +238,23 @@ def test_a_model_without_hole_tokens_gets_the_suffix_in_its_canvas() -> None:
         assert all(one.request.pins for one in tries)
         with pytest.raises(InputError, match="context has no effect"):
             Infill(context=64).plan(engine, LINE, FAST, 0)
+        with pytest.raises(InputError, match="far has no effect"):
+            Infill(far=0).plan(engine, LINE, FAST, 0)
+
+
+def test_passages_from_elsewhere_are_asked_for_or_left_out() -> None:
+    case = InfillCase("a", "line", "x = f(1)\ny = g(x)\n" * 60, "\ny = g(x)\n", "x = f(1)")
+    with real_engine(holes=True) as engine:
+        prompts = []
+        for hole in (HolePrompt(128), HolePrompt(128, 96)):
+            engine.hole = hole
+            for far in (None, 0, 48, 96):
+                (one,) = Infill(far=far).plan(engine, case, FAST, 0)
+                prompts.append(one.request.prompt)
+    none, own, some, more = prompts[0], prompts[4], prompts[2], prompts[3]
+    assert prompts == [none, none, some, more, own, none, some, more]
+    assert own == more
+    assert len(none) == 128 < len(some) <= 128 + 48 < len(more) <= 128 + 96
 
 
 # ---- sets ------------------------------------------------------------------------------------------------------------
