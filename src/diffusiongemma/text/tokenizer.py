@@ -83,7 +83,7 @@ class Tokenizer:
         start = [self._bos()] if add_bos else []
         library = self._full if allow_special else self._plain
         with _guarded("this text cannot be tokenized"):
-            found = library.encode_batch(list(texts), add_special_tokens=False)
+            found = library.encode_batch_fast(list(texts), add_special_tokens=False)  # without places in the text
         rows: list[list[int]] = [encoding.ids for encoding in found]
         if not allow_special and (forged := self._forbidden & set[int]().union(*rows)):
             names = ", ".join(sorted(map(self.piece, forged)))
