@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,9 @@ from diffusiongemma.engine import Engine, SamplingParams, hole
 from diffusiongemma.engine.engine import ASSETS
 from diffusiongemma.engine.hole import CONTEXT, STEP
 from diffusiongemma.engine.infill import plan_infill
-from diffusiongemma.engine.params import HolePrompt
+from diffusiongemma.engine.params import HoleSettings
+from diffusiongemma.engine.sequence import Sequence
+from diffusiongemma.engine.worker import Handle
 from diffusiongemma.errors import ConfigError
 from diffusiongemma.model import DiffusionGemma
 from diffusiongemma.tasks.format import EOS
@@ -56,7 +58,7 @@ def test_the_context_is_what_the_model_was_trained_with() -> None:
 def test_a_short_prompt_runs_in_as_far_as_the_model_was_trained() -> None:
     kind, params = "fim_suffix_first", SamplingParams.build(steps=3, seed=5, max_new_tokens=20)
     other = "0123456789" * 20
-    own, plain = Engine(model(), tokenizer(kind), hole=HolePrompt(128, run_in=other)), engine(kind)
+    own, plain = Engine(model(), tokenizer(kind), hole=HoleSettings(128, run_in=other)), engine(kind)
     end = tokenizer(kind).special["eos"]
 
     def prompt(of: Engine, before: str, after: str, context: int | None = None) -> tuple[int, ...]:
@@ -78,7 +80,7 @@ def test_a_short_prompt_runs_in_as_far_as_the_model_was_trained() -> None:
         whole = prompt(own, before + "a" * i, "z" * 900)
         fills.append(whole[: whole.index(end) + 1])
     assert 3 <= len(set(fills)) <= 5
-    own.hole = HolePrompt(128, run_in="01")
+    own.hole = HoleSettings(128, run_in="01")
     assert len(prompt(own, "x", "")) == 3 + len(prompt(plain, "x", ""))  # as much as there is
     own.close()
 
@@ -96,7 +98,7 @@ def test_a_run_in_becomes_tokens_once_for_a_tokenizer_and_a_text(monkeypatch: py
     for _ in range(2):
         for kind in kinds:
             for text in texts:
-                with Engine(model(), tokenizer(kind), hole=HolePrompt(128, run_in=text)) as own:
+                with Engine(model(), tokenizer(kind), hole=HoleSettings(128, run_in=text)) as own:
                     (one,) = plan_infill(own, "a = ", "", params, 1)
                 end = own.tokenizer.special["eos"]
                 at = one.request.prompt.index(end) + 1
@@ -108,7 +110,7 @@ def test_a_run_in_becomes_tokens_once_for_a_tokenizer_and_a_text(monkeypatch: py
 
 def test_a_run_in_needs_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     bare = DiffusionGemma(replace(model().config, eos_token_ids=())).init_weights(0).eval()
-    with Engine(bare, tokenizer("fim_suffix_first"), hole=HolePrompt(64, run_in="x")) as own:
+    with Engine(bare, tokenizer("fim_suffix_first"), hole=HoleSettings(64, run_in="x")) as own:
         monkeypatch.setattr(own.tokenizer, "special", {**own.tokenizer.special, "eos": None})
         monkeypatch.delitem(own.tokenizer.special, "eos")
         with pytest.raises(ConfigError, match="no end-of-text token"):
@@ -128,13 +130,33 @@ def test_a_run_in_needs_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_a_model_cannot_want(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        HolePrompt(**wrong)
+        HoleSettings(**wrong)
+
+
+def test_a_model_may_want_holes_sampled_with_more_care() -> None:
+    """Its bound counts for holes and templates, and for nothing else; a call's own bound or threshold wins."""
+    own = Engine(model(), tokenizer("fim_suffix_first"), hole=HoleSettings(entropy_bound=0.004))
+    seen: list[SamplingParams] = []
+    with own:
+        submit = own.worker.submit
+
+        def watched(sequence: Sequence, handle: Handle) -> None:
+            seen.append(sequence.params)
+            submit(sequence, handle)
+
+        own.worker.submit = watched  # type: ignore[method-assign]
+        for options in ({}, {"entropy_bound": 0.2}, {"threshold": 0.9}):
+            own.infill("01", "2", max_new_tokens=4, candidates=1, steps=2, **options)
+        own.fill("01[[?4]]2", candidates=1, steps=2)
+        own.generate("01", max_new_tokens=4, steps=2)
+    told = groupby((params.entropy_bound, params.threshold) for params in seen)  # random weights may be asked again
+    assert [bounds for bounds, _ in told] == [(0.004, None), (0.2, None), (0.004, 0.9), (0.004, None), (0.1, None)]
 
 
 # ---- passages from elsewhere -----------------------------------------------------------------------------------------
 
 RUN_IN = RUN_IN_FILE.read_text(encoding="utf-8")
-TRAINED = HolePrompt(CONTEXT, FAR, RUN_IN)
+TRAINED = HoleSettings(CONTEXT, FAR, RUN_IN)
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +238,7 @@ def test_the_prompt_is_the_row_that_training_made(coder: Engine, kind: str) -> N
 
 
 def test_without_passages_all_is_as_it_was(coder: Engine) -> None:
-    with Engine(coder.model, coder.tokenizer, hole=HolePrompt(CONTEXT, run_in=RUN_IN)) as near:
+    with Engine(coder.model, coder.tokenizer, hole=HoleSettings(CONTEXT, run_in=RUN_IN)) as near:
         for _, passages, before, _, after in rows("line", 12):
             got = prompt_of(coder, before + "\n", after, far=0)
             assert got == prompt_of(near, before + "\n", after)
@@ -254,7 +276,7 @@ def test_passages_are_beyond_what_the_prompt_holds(coder: Engine) -> None:
         assert sum(map(len, found)) <= room
         return sum(map(len, found)), len(rest)
 
-    with Engine(coder.model, coder.tokenizer, hole=HolePrompt(CONTEXT, FAR)) as own:
+    with Engine(coder.model, coder.tokenizer, hole=HoleSettings(CONTEXT, FAR)) as own:
         for context in (24, 100, CONTEXT, 1000):
             size, rest = check(own, FAR, context=context)
             assert size > FAR // 2
@@ -264,7 +286,7 @@ def test_passages_are_beyond_what_the_prompt_holds(coder: Engine) -> None:
     for positions, room in ((300, 0), (CONTEXT + 50, 0), (CONTEXT + 90, 49), (CONTEXT + 140, 99)):
         config = replace(coder.model.config, max_position_embeddings=positions)
         narrow = DiffusionGemma(config).init_weights(0)
-        with Engine(narrow, coder.tokenizer, hole=HolePrompt(CONTEXT, FAR)) as own:
+        with Engine(narrow, coder.tokenizer, hole=HoleSettings(CONTEXT, FAR)) as own:
             size, rest = check(own, room)
             assert (size > 0) == (room > 0)
             assert size + rest <= positions - PARAMS.max_new_tokens
@@ -273,7 +295,7 @@ def test_passages_are_beyond_what_the_prompt_holds(coder: Engine) -> None:
 
 
 def test_passages_need_an_end(coder: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = Engine(coder.model, tokenizer("fim_suffix_first"), hole=HolePrompt(64, 64))
+    own = Engine(coder.model, tokenizer("fim_suffix_first"), hole=HoleSettings(64, 64))
     monkeypatch.setattr(own.tokenizer, "special", {k: v for k, v in own.tokenizer.special.items() if k != "eos"})
     monkeypatch.setattr(own, "ends", ())
     with own, pytest.raises(ConfigError, match="no end-of-text token"):

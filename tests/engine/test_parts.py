@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from diffusiongemma.config import ModelConfig
 from diffusiongemma.engine.guard import find_garbage
 from diffusiongemma.engine.output import OutputText
-from diffusiongemma.engine.params import HolePrompt, SamplingParams, released_params
+from diffusiongemma.engine.params import HoleSettings, SamplingParams, released_params
 from diffusiongemma.engine.prefix import PrefixStore, common
 from diffusiongemma.engine.prompt import build_prompt
 from diffusiongemma.engine.request import Request
@@ -87,18 +87,19 @@ def test_stop_takes_one_or_several() -> None:
 
 
 def test_the_checkpoints_own_settings(tmp_path) -> None:
-    assert released_params(tmp_path) == (SamplingParams(), (), "diffusion", HolePrompt())
+    assert released_params(tmp_path) == (SamplingParams(), (), "diffusion", HoleSettings())
     data = {"max_denoising_steps": 20, "t_max": 0.9, "sampler_config": {"entropy_bound": 0.3}, "eos_token_id": [1, 106]}
     (tmp_path / "generation_config.json").write_text(json.dumps(data))
     params, ends, svg_mode, hole = released_params(tmp_path)
-    assert (svg_mode, hole) == ("diffusion", HolePrompt())
+    assert (svg_mode, hole) == ("diffusion", HoleSettings())
     assert (params.steps, params.t_max, params.entropy_bound, params.t_min) == (20, 0.9, 0.3, 0.4)
     assert ends == (1, 106)
     (tmp_path / "dgemma.json").write_text('{"svg_mode": "ar"}')
-    assert released_params(tmp_path) == (params, ends, "ar", HolePrompt())
-    for said in ({"context": 640}, {"context": 64, "run_in": "x = 1"}, {"context": 64, "far": 32, "run_in": "x"}):
+    assert released_params(tmp_path) == (params, ends, "ar", HoleSettings())
+    fine = ({"context": 640}, {"context": 64, "run_in": "x = 1"}, {"context": 64, "far": 32, "run_in": "x"})
+    for said in (*fine, {"entropy_bound": 0.01}):
         (tmp_path / "dgemma.json").write_text(json.dumps({"hole": said}))
-        assert released_params(tmp_path) == (params, ends, "diffusion", HolePrompt(**said))
+        assert released_params(tmp_path) == (params, ends, "diffusion", HoleSettings(**said))
     for few in (7, 64.0, True, "64"):
         (tmp_path / "dgemma.json").write_text(json.dumps({"hole": {"context": few}}))
         with pytest.raises(ConfigError, match="hole: context must be an integer of at least 8 tokens"):
@@ -109,7 +110,9 @@ def test_the_checkpoints_own_settings(tmp_path) -> None:
         ({"far": 256}, "far has no effect without context"),
         ({"context": 64, "far": -1}, "far must be 0 or an integer of at least 24 tokens, got -1"),
         ({"context": 64, "far": "256"}, "far must be 0 or an integer of at least 24 tokens, got '256'"),
-        ({"length": 3}, "hole must be an object"),
+        ({"entropy_bound": 0}, "entropy_bound must be a number above 0, got 0"),
+        ({"entropy_bound": "0.1"}, "entropy_bound must be a number above 0"),
+        ({"length": 3}, "hole must be an object with some of context, far, run_in, entropy_bound"),
         ([64], "hole must be an object"),
         (None, "hole must be an object"),
     ):

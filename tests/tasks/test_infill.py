@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diffusiongemma.engine.choice import Choice
-from diffusiongemma.engine.params import HolePrompt
+from diffusiongemma.engine.params import HoleSettings
 from diffusiongemma.errors import DataError, InputError
 from diffusiongemma.tasks import format
 from diffusiongemma.tasks import infill as task
@@ -246,7 +246,7 @@ def test_passages_from_elsewhere_are_asked_for_or_left_out() -> None:
     case = InfillCase("a", "line", "x = f(1)\ny = g(x)\n" * 60, "\ny = g(x)\n", "x = f(1)")
     with real_engine(holes=True) as engine:
         prompts = []
-        for hole in (HolePrompt(128), HolePrompt(128, 96)):
+        for hole in (HoleSettings(128), HoleSettings(128, 96)):
             engine.hole = hole
             for far in (None, 0, 48, 96):
                 (one,) = Infill(far=far).plan(engine, case, FAST, 0)

@@ -22,7 +22,7 @@ from diffusiongemma.engine.fill import FillResult, Template, fill_stream
 from diffusiongemma.engine.form import form_stream
 from diffusiongemma.engine.infill import InfillResult, infill_stream
 from diffusiongemma.engine.output import OutputText
-from diffusiongemma.engine.params import HolePrompt, Mode, SamplingParams, released_params
+from diffusiongemma.engine.params import HoleSettings, Mode, SamplingParams, released_params
 from diffusiongemma.engine.prompt import Prompt, build_prompt
 from diffusiongemma.engine.request import Request
 from diffusiongemma.engine.runner import Runner
@@ -50,7 +50,7 @@ class Engine:
         params: SamplingParams | None = None,
         ends: Iterable[int] = (),
         svg_mode: Mode = "diffusion",
-        hole: HolePrompt | None = None,
+        hole: HoleSettings | None = None,
         limits: Limits | None = None,
         kernels: bool | None = None,
         runner: Runner | None = None,
@@ -58,7 +58,7 @@ class Engine:
         """`kernels`: Triton kernels and CUDA graphs; None: where they can run. `runner`: one that was made already.
 
         `svg_mode`: how `dgemma svg` and the studio draw with this model unless told otherwise; nothing else follows it.
-        `hole`: what it wants to see of the text around a hole.
+        `hole`: how it fills holes best.
         """
         if tokenizer.vocab_size > model.config.vocab_size:
             raise TokenizerError(
@@ -66,7 +66,7 @@ class Engine:
                 "they do not belong together"
             )
         self.model, self.tokenizer, self.template, self.name = model, tokenizer, template, name
-        self.params, self.svg_mode, self.hole = params or SamplingParams(), svg_mode, hole or HolePrompt()
+        self.params, self.svg_mode, self.hole = params or SamplingParams(), svg_mode, hole or HoleSettings()
         self.ends = tuple(sorted({*model.config.eos_token_ids, *ends}))
         special = tokenizer.special
         pairs = (("<|channel>", "<channel|>"), ("<|tool_call>", "<tool_call|>"))

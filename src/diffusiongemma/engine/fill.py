@@ -112,7 +112,9 @@ def fill_stream(
     texts, holes = parse_template(template)
     for text in texts:
         encode_exact(engine.tokenizer, text)  # refuse now, not after half of the holes
-    params = sampling(engine.params, (), options | {"max_new_tokens": max_new_tokens, "seed": fresh(seed)})
+    params = sampling(
+        engine.hole.sampling(engine.params), (), options | {"max_new_tokens": max_new_tokens, "seed": fresh(seed)}
+    )
     if wrong := [hole for hole in holes if hole.max_tokens is None and hole.min_tokens > max_new_tokens]:
         raise InputError(f"a hole of at least {wrong[0].min_tokens} tokens needs a larger max_new_tokens")
     check_choices(candidates, strategy)

@@ -81,7 +81,9 @@ def infill_stream(
     one wins, see choice.py.
     """
     choice = Choice(check, choose)
-    params = sampling(engine.params, (), options | {"max_new_tokens": max_new_tokens, "seed": fresh(seed)})
+    params = sampling(
+        engine.hole.sampling(engine.params), (), options | {"max_new_tokens": max_new_tokens, "seed": fresh(seed)}
+    )
     tries = plan_infill(engine, prefix, suffix, params, candidates, strategy, drafts, context=context, far=far)
     choice.refuse_without_effect(len(tries), params.mode)
     tally = Tally(params.seed or 0, scope)

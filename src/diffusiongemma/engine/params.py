@@ -134,14 +134,16 @@ def is_far(value: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class HolePrompt:
-    """What a model was trained to see before a hole: at most `context` tokens of the text around it (None: it does not
-    say), before them at most `far` of passages from elsewhere in it, and before fewer of them the end of `run_in`, as
-    of another document, so that there are as many after all. engine/hole.py shows the whole."""
+class HoleSettings:
+    """How a model fills holes best. What it was trained to see before one: at most `context` tokens of the text around
+    it (None: it does not say), before them at most `far` of passages from elsewhere in it, and before fewer of them the
+    end of `run_in`, as of another document, so that there are as many after all; engine/hole.py shows the whole.
+    `entropy_bound`: of the sampler, for holes alone (None: as for all else)."""
 
     context: int | None = None
     far: int = 0
     run_in: str = ""
+    entropy_bound: float | None = None
 
     def __post_init__(self) -> None:
         context, far, run_in, problems = self.context, self.far, self.run_in, []
@@ -155,18 +157,24 @@ class HolePrompt:
             problems.append(f"run_in must be a text, got {run_in!r}")
         elif run_in and context is None:
             problems.append("run_in has no effect without context, up to which it fills")
+        if self.entropy_bound is not None and not (_number(self.entropy_bound) and self.entropy_bound > 0):
+            problems.append(f"entropy_bound must be a number above 0, got {self.entropy_bound!r}")
         if problems:
             raise ConfigError("these settings of holes cannot be honoured", problems)
 
+    def sampling(self, params: SamplingParams) -> SamplingParams:
+        """What the sampler does for a hole, unless a call says otherwise"""
+        return params if self.entropy_bound is None else replace(params, entropy_bound=self.entropy_bound)
+
 
 class Released(NamedTuple):
-    """What a checkpoint asks for: sampler settings, end-of-text ids, how it draws icons unless told otherwise, and what
-    it wants to see of the text around a hole."""
+    """What a checkpoint asks for: sampler settings, end-of-text ids, how it draws icons unless told otherwise, and how
+    it fills holes best."""
 
     params: SamplingParams = SamplingParams()
     ends: tuple[int, ...] = ()
     svg_mode: Mode = "diffusion"
-    hole: HolePrompt = HolePrompt()
+    hole: HoleSettings = HoleSettings()
 
 
 def released_params(folder: Path) -> Released:
@@ -185,15 +193,16 @@ def released_params(folder: Path) -> Released:
         options["entropy_bound"] = sampler["entropy_bound"]
     ends = data.get("eos_token_id")
     ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    svg_mode, hole = own.get("svg_mode", "diffusion"), HolePrompt()
+    svg_mode, hole = own.get("svg_mode", "diffusion"), HoleSettings()
     problems = [f"{name}: there is no such setting" for name in own if name not in ("svg_mode", "hole")]
     if svg_mode not in ("diffusion", "ar"):
         problems.append(f"svg_mode must be 'diffusion' or 'ar', got {svg_mode!r}")
     if "hole" in own:
         try:
-            hole = HolePrompt(**own["hole"])
+            hole = HoleSettings(**own["hole"])
         except TypeError:
-            problems.append(f"hole must be an object with `context`, perhaps `far` and `run_in`, got {own['hole']!r}")
+            known = ", ".join(f.name for f in fields(HoleSettings))
+            problems.append(f"hole must be an object with some of {known}, got {own['hole']!r}")
         except ConfigError as error:
             problems += [f"hole: {problem}" for problem in error.problems]
     if problems:

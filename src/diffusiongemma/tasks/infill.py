@@ -136,7 +136,7 @@ class Infill:
         options = {"max_new_tokens": width - 2 if ends_itself else width}  # the line break before and eos behind
         if ends_itself and variant.mode == "diffusion":
             options["canvas"] = width
-        params = variant.params(engine.params, seed=seed, **options)
+        params = variant.params(engine.hole.sampling(engine.params), seed=seed, **options)
         candidates = self.candidates or (1 if ends_itself else None)
         text, seen = (case.prefix, case.suffix), (self.context, self.far)
         tries = plan_infill(engine, *text, params, candidates, "auto", False, 1, *seen)
