@@ -8,7 +8,8 @@
 # outlast them, and have the next call ready.
 #
 #   freeze           keep this tree's code for later calls (or that of $CARRY/tree, where other work goes on in this one)
-#   stash            keep what lies in $CARRY (part*/, tokenizer/, eval/) on this machine for later calls
+#   stash            keep what lies in $CARRY (part*/, tokenizer/, eval/, init/: weights to begin with, for
+#                    EXTRA="--init-from $WORK/init") on this machine for later calls
 #   smoke [SECONDS]  twenty steps of nano's network on made-up data, or its speed in detail (needs no parts)
 #   unpack           token arrays and puzzles from all parts that were stashed
 #   bench SECONDS    tokens a second and MFU for a few settings
@@ -45,7 +46,7 @@ while (($#)); do
         tree=$work/tree PYTHONPATH=$work/tree/src ;;
     stash)
         for part in "$carry"/part*/; do [ -d "$part" ] && cp -rn "$part" "$work/parts/"; done
-        for name in tokenizer eval; do [ -d "$carry/$name" ] && cp -r "$carry/$name" "$work/"; done
+        for name in tokenizer eval init; do [ -d "$carry/$name" ] && cp -r "$carry/$name" "$work/"; done
         du -sh "$work"/parts/* ;;
     smoke)
         sed '/^\[\[task\]\]/,$d; s/^total_minutes.*/total_steps = 20/; s/^log_every.*/log_every = 5/; s/^evaluate_every.*/evaluate_every = 0/' \
