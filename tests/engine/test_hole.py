@@ -309,4 +309,5 @@ def test_both_orders_may_have_passages() -> None:
         plain = prompt_of(engine(kind), text, "\n", context=64)
         found, rest = split(engine(kind), prompt_of(engine(kind), text, "\n", context=64, far=96))
         assert rest == plain
+        assert len(rest) == 64  # with all marks of its order
         assert found

@@ -1,11 +1,17 @@
 """Passages that look like the place of a hole: whole lines of the far text, within their room, the likeliest last."""
 
+import gzip
+import hashlib
+import json
+from itertools import islice, pairwise
+
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from diffusiongemma.engine.engine import ASSETS
+from diffusiongemma.tasks.infill import FILE
 from diffusiongemma.text import Tokenizer
 from diffusiongemma.text.alike import (
     AROUND,
@@ -185,6 +191,17 @@ def test_blank_lines_between_passages_take_no_room() -> None:
         assert sum(len(one) + 1 for one in found) <= room
 
 
+def test_a_passage_needs_room_for_what_closes_it() -> None:
+    one = ids("\n a b c d e f g h i j k l m" * 2)
+    before, after = np.concatenate([one, ids("\n a b c\n" + "z " * LONGEST)]), ids("\n a b c d")
+    near = (len(before) - len(one), 0)
+    assert len(one) > LEAST
+    for room in range(len(one) + 1, len(one) + 5):
+        assert [found.tolist() for found in alike(before, after, near, BREAKS, room)] == [one.tolist()]
+    for room in range(LEAST, len(one) + 1):
+        assert sum(len(found) + 1 for found in alike(before, after, near, BREAKS, room)) <= room
+
+
 def test_very_long_lines_are_left_out() -> None:
     long, short = "\n a b c" + " d" * LONGEST, "\n a b c d e"
     before, after = ids(long * 5 + short + long * 5 + "\n f g" + "\n a b c"), ids("\n a b c")
@@ -198,6 +215,32 @@ def test_only_so_much_of_a_text_is_searched() -> None:
     before, after = np.concatenate([one, other]), ids("\n close the door")
     assert alike(before, after, (8, 4), BREAKS, 256) == []
     assert len(alike(before[len(one) // 2 : -len(one)], after, (8, 4), BREAKS, 256)) == 1
+    before, after = ids("\n open the door"), np.concatenate([ids("\n close the door"), other, one])
+    assert alike(before, after, (4, 4), BREAKS, 256) == []
+    assert len(alike(before, after[2 * len(one) :], (4, 0), BREAKS, 256)) == 1
+
+
+def test_passages_are_those_that_nano_was_trained_with() -> None:
+    """Training and inference share the code, so nothing else notices a change: after one, nano must learn again.
+
+    Lines that are alike rank by how sums of floats round, which is the same everywhere: `cumsum` adds in order.
+    """
+    tokenizer, digest, some = Tokenizer.from_pretrained(ASSETS / "nano"), hashlib.sha256(), 0
+    breaks = line_breaks(tokenizer)
+    with gzip.open(FILE, "rt", encoding="utf-8") as lines:
+        texts = [json.loads(line)["text"] for line in islice(lines, 16)]
+    for text in texts:
+        tokens = np.array(tokenizer.encode(text), np.int64)
+        starts = list(pairwise(np.flatnonzero(breaks[tokens]).tolist()))
+        for line in range(3, len(starts), len(starts) // 12 + 1):
+            first, end = starts[line]
+            for hole in ((first, end), (min(first + 3, end), (first + end) // 2 + 2)):  # a line, or some of it
+                before, after = tokens[: hole[0]], tokens[max(hole) :]
+                found = alike(before, after, (min(230, len(before)), min(151, len(after))), breaks, 256)
+                digest.update(json.dumps([one.tolist() for one in found]).encode())
+                some += len(found)
+    assert some > 1000
+    assert digest.hexdigest()[:16] == "ffff445e0f9c6901"
 
 
 @pytest.mark.parametrize("kind", ["nano", "byte_level", "bytes"])

@@ -1,5 +1,6 @@
 """Exact text: tokens that stand for a text byte for byte, or none."""
 
+from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -10,6 +11,7 @@ from diffusiongemma.engine.engine import ASSETS
 from diffusiongemma.errors import InputError, TokenizerError
 from diffusiongemma.text import Tokenizer, exact
 from diffusiongemma.text.exact import encode_end, encode_exact, encode_start, exact_bytes, exact_text, partial_tokens
+from diffusiongemma.train.data import bpe
 from text.fixtures import KINDS, make_tokenizer
 
 
@@ -62,6 +64,43 @@ LINES = st.lists(
 @cache
 def embedded() -> Tokenizer:
     return Tokenizer.from_pretrained(ASSETS / "nano")
+
+
+@cache
+def breaker() -> Tokenizer:
+    """One whose tokens are line breaks of both kinds, with their indents, and runs of \\r"""
+    text = "a\r\n    b\r\r\rc\n\td\r\r\n  " * 20
+    return Tokenizer(bpe.train([text], len(bpe.special_tokens()) + 256 + 40).to_str())
+
+
+@pytest.mark.parametrize("tokenizer", [embedded, breaker])
+@settings(max_examples=300)
+@given(pieces=LINES, long=st.integers(1, 4), kept=st.sampled_from([3, exact.KEPT_LINE]))
+@example(pieces=["a\r\r\r\n    b\r\r", "\r\n\n\td\r"], long=2, kept=exact.KEPT_LINE)
+def test_a_line_at_a_time_gives_the_tokens_of_the_whole(
+    tokenizer: Callable[[], Tokenizer], pieces: list[str], long: int, kept: int
+) -> None:
+    text = "".join(pieces) * long
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exact, "KEPT_LINE", kept)  # so that some are not kept
+        assert encode_exact(tokenizer(), text) == exact._encode_whole(tokenizer(), text) == tokenizer().encode(text)
+
+
+def test_a_text_that_comes_again_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """… but for the lines that are new, and long ones, which are not kept."""
+    read, real, long = list[str](), Tokenizer.encode, "\n" + "z" * exact.KEPT_LINE
+    lines = [f"\nx{i} = y{i}" for i in range(1_000)]
+    exact._line_tokens.cache_clear()
+    first = encode_exact(embedded(), "".join(lines))
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text: read.append(text) or real(self, text))
+    assert encode_exact(embedded(), "".join(lines)) == first
+    assert read == []
+    text = "".join(["a = 1", *lines[:500], "\nb = 2", *lines[500:], long])
+    assert encode_exact(embedded(), text) == encode_exact(embedded(), text) == real(embedded(), text)
+    assert read == ["a = 1", "\nb = 2", long, long]
+    many = "\nc = 3" * exact.KEPT_LINES  # none of which would still be kept when its turn comes again
+    assert encode_exact(embedded(), many) == real(embedded(), many)
+    assert read[4:] == [many]
 
 
 @pytest.mark.parametrize("kind", ["nano", *KINDS])

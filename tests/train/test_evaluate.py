@@ -11,8 +11,10 @@ from torch import Tensor
 from diffusiongemma.config import ModelConfig
 from diffusiongemma.model import DiffusionGemma
 from diffusiongemma.tasks.sudoku_gen import generate as make_boards
+from diffusiongemma.train import evaluate
 from diffusiongemma.train.evaluate import evaluators, is_solved
 from diffusiongemma.train.forward import TrainingForward
+from diffusiongemma.train.infill import Infill
 from diffusiongemma.train.objective import micro_loss
 from diffusiongemma.train.optim import Optimizer
 from diffusiongemma.train.recipe import ObjectiveConfig, OptimConfig, parse_recipe
@@ -111,3 +113,17 @@ def test_evaluators_follow_the_recipe(tmp_path: Path) -> None:
     assert 48 < figures["mine steps"] <= 192  # one long look, and its options
     assert figures["qqwing_expert steps"] > figures["qqwing_expert released steps"] > 1
     assert "mine released solved" not in figures
+
+
+def test_held_out_holes_look_as_those_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary, seen = Vocabulary("bytes"), list[Infill]()
+    ids = [*vocabulary.encode("".join(f"value{n} = {n}\n" for n in range(40))), 1]
+    np.save(tmp_path / "heldout.npy", np.array(ids, np.uint16))
+    np.save(tmp_path / "heldout_offsets.npy", np.array([0, len(ids)]))
+    monkeypatch.setattr(evaluate, "_infill", lambda task, count: seen.append(task))
+    plain = {"name": "i", "kind": "infill", "weight": 1, "prefix": 96, "canvas": 32, "source": "heldout"}
+    for options in ({}, {"far": 32}, {"far": 32, "suffix": 0.25, "kinds": [0.5, 0.5, 0.0]}):
+        table = {"name": "x", "run": {"total_steps": 1}, "task": [plain | options], "data": str(tmp_path)}
+        evaluators(parse_recipe({**table, "model": {"preset": "tiny"}}), vocabulary, 2)
+    assert [(task.near, task.far, task.max_suffix) for task in seen] == [(96, 0, 38), (64, 32, 25), (64, 32, 16)]
+    assert all(task.kinds == (1.0, 0.0, 0.0) for task in seen)  # whole lines, whatever is trained

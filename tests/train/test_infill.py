@@ -12,7 +12,7 @@ from diffusiongemma.config import ModelConfig
 from diffusiongemma.errors import ConfigError
 from diffusiongemma.model import DiffusionGemma
 from diffusiongemma.tasks.format import BOS, EOS, FIM_PREFIX, FIM_SUFFIX, infill_prompt
-from diffusiongemma.text.alike import alike
+from diffusiongemma.text.alike import LEAST, alike
 from diffusiongemma.train.infill import Infill
 from diffusiongemma.train.initial import first_weights, with_window
 from diffusiongemma.train.recipe import TaskConfig, parse_recipe
@@ -122,10 +122,16 @@ def test_rows_without_passages_are_as_they_were(prefix: int) -> None:
 
 
 def test_far_is_a_part_of_the_prefix() -> None:
-    of = documents()
-    for wrong in (-1, PREFIX, PREFIX + 8):
-        with pytest.raises(ConfigError, match=f"far must be a part of the prefix of {PREFIX} tokens, got {wrong}"):
-            task(of, far=wrong)
+    """… that passages can fill and that leaves some of it, as at inference."""
+    of, told = (
+        documents(),
+        f"far must be 0 or an integer of at least 24 tokens, and leave at least 8 of .* {PREFIX}, got",
+    )
+    for wrong in (-1, 1, LEAST - 1, 96.0, True, PREFIX - 7, PREFIX - 1, PREFIX, PREFIX + 8):
+        with pytest.raises(ConfigError, match=f"{told} {wrong}"):
+            task(of, far=wrong)  # type: ignore[arg-type]
+    for right in (0, LEAST, PREFIX - 8):
+        assert len(task(of, far=right).rows(np.random.default_rng(0), 9).prefix) == 9
     assert task(of).max_suffix == int(0.4 * (PREFIX - FAR))
 
 

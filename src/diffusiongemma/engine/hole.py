@@ -18,7 +18,7 @@ import numpy as np
 from diffusiongemma.errors import ConfigError
 from diffusiongemma.text.alike import REACH, alike, line_breaks
 from diffusiongemma.text.exact import encode_end, encode_exact, encode_start
-from diffusiongemma.text.fim import FimTokens, share
+from diffusiongemma.text.fim import FimTokens
 from diffusiongemma.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -35,9 +35,8 @@ def hole_prompt(
     """At most `room` tokens; `context` and `far` None: what the model was trained with."""
     hole = engine.hole
     far = hole.far if far is None else far
-    sides = _near_sides(engine.tokenizer, fim, prefix, suffix, context or hole.context)
-    before, after = share(*sides, max(0, room - FimTokens.MARKS))
-    prompt = fim.prompt(before, after, room)
+    before, after = _near_sides(engine.tokenizer, fim, prefix, suffix, context or hole.context)
+    prompt = fim.prompt(before, after, room)  # if something had to be left out, there is no room for passages either
     passages = _passages(engine, prefix, suffix, (len(before), len(after)), min(far, room - len(prompt)))
     trained = (hole.context or 0) + (hole.far if passages else 0)
     return _with_run_in(engine, (*passages, *prompt), min(trained, room))
@@ -49,7 +48,7 @@ def _near_sides(
     """As much of both sides as the model was trained with: the suffix its part at most, the prefix the rest."""
     if context is None and fim.middle is not None:
         return encode_exact(tokenizer, prefix), encode_exact(tokenizer, suffix)
-    room = (context or CONTEXT) - 3  # beginning of text and the two marks
+    room = (context or CONTEXT) - len(fim.prompt((), (), 0))
     after = encode_start(tokenizer, suffix, int(AFTER * (context or CONTEXT)))
     return encode_end(tokenizer, prefix, room - len(after)), after
 

@@ -6,6 +6,7 @@ then pad. Filling a hole in code is no chat. Its prompt is
     <bos> <|fim_suffix|> SUFFIX <|fim_prefix|> PREFIX        and the canvas:  MIDDLE eos pad pad …
 
 The suffix comes first, so that the canvas continues the prefix at its natural positions; eos says where the hole ends.
+Passages from elsewhere in the file may stand before the prompt, each closed by eos (engine/hole.py, train/infill.py).
 The first embedded model saw something else, closed by eos, before the bos of every chat but a Sudoku, so it wants such
 a run-in before a short prompt: without one it writes nonsense. `RUN_IN` is part of its chat template (train/ship.py).
 

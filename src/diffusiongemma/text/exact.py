@@ -7,6 +7,7 @@ half a character. Here neither happens: text that cannot be held is refused, and
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from functools import lru_cache
 from itertools import groupby
@@ -32,6 +33,15 @@ def encode_exact(tokenizer: Tokenizer, text: str) -> list[int]:
     """Tokens whose text is `text`, whatever is in it."""
     if not isinstance(text, str):
         raise InputError(f"a text is needed, not {type(text).__name__}")
+    if not 0 < text.count("\n") < KEPT_LINES or not _is_linewise(tokenizer):
+        return _encode_whole(tokenizer, text)  # of more lines the last would push out the first before they come again
+    ids: list[int] = []
+    for line in _LINE.findall(text):
+        ids += _line_tokens(tokenizer, line) if len(line) <= KEPT_LINE else _encode_whole(tokenizer, line)
+    return ids
+
+
+def _encode_whole(tokenizer: Tokenizer, text: str) -> list[int]:
     ids = tokenizer.encode(text)
     if exact_text(tokenizer, ids) == text:
         return ids
@@ -50,6 +60,14 @@ def encode_exact(tokenizer: Tokenizer, text: str) -> list[int]:
 # the same in a line break as in the end of the text. So text is cut there without any token changing.
 LINEWISE = (r"[ .\-]?\p{N}|\r?\n[ \t]*|[^\r\n\p{L}\p{N}]?\p{L}+| ?[^\s\p{L}\p{N}]+|[^\S\r\n]+(?!\S)|[^\S\r\n]+",)
 CHARACTERS_A_TOKEN = 5  # to begin with; if they hold too few tokens, twice as many
+KEPT_LINES, KEPT_LINE = 8192, 256  # lines whose tokens are kept, for all tokenizers together; characters of one at most
+_LINE = re.compile(r"(?:\r?\n)?[^\r\n]*(?:\r+(?!\n)[^\r\n]*)*")  # from a line break up to before the next
+
+
+@lru_cache(maxsize=KEPT_LINES)
+def _line_tokens(tokenizer: Tokenizer, line: str) -> tuple[int, ...]:
+    """Kept: a file comes again with every hole in it, and hardly a line of it is new."""
+    return tuple(_encode_whole(tokenizer, line))
 
 
 def encode_start(tokenizer: Tokenizer, text: str, count: int) -> list[int]:

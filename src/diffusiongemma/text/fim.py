@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from diffusiongemma.text.tokenizer import Tokenizer
 
@@ -33,8 +32,6 @@ class FimTokens:
     middle: int | None
     bos: int | None
 
-    MARKS: ClassVar = 4  # tokens of a prompt that are no text, at most
-
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> FimTokens | None:
         """None: this model was not trained to fill in the middle."""
@@ -50,7 +47,7 @@ class FimTokens:
 
     def prompt(self, prefix: Sequence[int], suffix: Sequence[int], budget: int) -> tuple[int, ...]:
         """At most `budget` tokens; of a long prefix or suffix the end far from the hole is left out."""
-        before, after = share(prefix, suffix, max(0, budget - self.MARKS))
+        before, after = share(prefix, suffix, max(0, budget - 4))
         start = () if self.bos is None else (self.bos,)
         if self.middle is None:
             return (*start, self.suffix, *after, self.prefix, *before)

@@ -11,9 +11,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from diffusiongemma.engine.params import LEAST_CONTEXT, is_far
 from diffusiongemma.errors import ConfigError, DataError
 from diffusiongemma.tasks.format import EOS, fill_canvas, infill_prompt
-from diffusiongemma.text.alike import REACH, alike
+from diffusiongemma.text.alike import LEAST, REACH, alike
 from diffusiongemma.train.recipe import TaskConfig
 from diffusiongemma.train.rows import Rows, to_rows
 from diffusiongemma.train.sources import Documents, Ids
@@ -37,9 +38,10 @@ class Infill:
     ) -> None:
         if len(kinds) != len(KINDS) or abs(sum(kinds) - 1.0) > 1e-6:
             raise ConfigError(f"task {config.name}: kinds must be shares of {', '.join(KINDS)} that sum to 1")
-        if not 0 <= far < config.prefix:
+        if not is_far(far) or far > config.prefix - LEAST_CONTEXT:
             raise ConfigError(
-                f"task {config.name}: far must be a part of the prefix of {config.prefix} tokens, got {far}"
+                f"task {config.name}: far must be 0 or an integer of at least {LEAST} tokens, and leave at least "
+                f"{LEAST_CONTEXT} of the prefix of {config.prefix}, got {far!r}"
             )
         self.config, self.documents, self.kinds = config, documents, kinds
         self.near, self.far = config.prefix - far, far

@@ -24,7 +24,8 @@ from diffusiongemma.train.export import export, load_raw
 T_MIN, T_MAX = 0.1, 0.4
 # One token after another: on a canvas the end of the text is decided first, so the shortest icon wins (docs/nano.md).
 SVG_MODE: Mode = "ar"
-# Holes had prompts of this one length in training: a shorter one alone is strange to the network (docs/log.md).
+# Holes had prompts of CONTEXT tokens in training, or of CONTEXT + FAR: a shorter one is strange to the network
+# (docs/log.md).
 CONTEXT, FAR, RUN_IN_FILE = 384, 256, Path(__file__).parent / "run_in.txt"
 # Tokens of a hole are accepted with more care: more lines right, more files that parse, more steps (docs/log.md).
 HOLE_BOUND = 0.003
