@@ -22,6 +22,7 @@ from diffusiongemma.train.loop import Trainer
 from diffusiongemma.train.objective import micro_loss
 from diffusiongemma.train.recipe import ObjectiveConfig, Recipe, TaskConfig, parse_recipe, read_recipe
 from diffusiongemma.train.rows import Rows
+from diffusiongemma.train.ship import CONTEXT
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ModelConfig.preset("tiny")
@@ -175,6 +176,10 @@ def test_the_recipes_can_be_read() -> None:
         recipe = read_recipe(ROOT / "recipes" / f"{name}.toml")
         assert abs(sum(task.weight for task in recipe.tasks) - 1.0) < 1e-9
         assert {task.name: task.forget for task in recipe.tasks if task.hold} == {"sudoku": 8}
+    sixth = read_recipe(ROOT / "recipes" / "nano_sixth.toml")
+    holes = {task.name: task.prefix - task.options.get("far", 0) for task in sixth.tasks if task.kind == "infill"}
+    assert holes == dict.fromkeys(("infill_near", "infill_block", "infill"), CONTEXT)  # as it is shipped
+    assert max(task.prefix + task.canvas for task in sixth.tasks) <= sixth.sliding_window  # every layer sees all of a row
 
 
 def test_the_fourth_recipe_has_a_path_only_where_one_answer_is_right() -> None:
