@@ -179,7 +179,7 @@ def test_the_recipes_can_be_read() -> None:
     sixth = read_recipe(ROOT / "recipes" / "nano_sixth.toml")
     holes = {task.name: task.prefix - task.options.get("far", 0) for task in sixth.tasks if task.kind == "infill"}
     assert holes == dict.fromkeys(("infill_near", "infill_block", "infill"), CONTEXT)  # as it is shipped
-    assert max(task.prefix + task.canvas for task in sixth.tasks) <= sixth.sliding_window  # every layer sees all of a row
+    assert max(task.prefix + task.canvas for task in sixth.tasks) <= sixth.sliding_window  # no layer misses a part
 
 
 def test_the_fourth_recipe_has_a_path_only_where_one_answer_is_right() -> None:
