@@ -1,7 +1,7 @@
 """Record a real run as an animated SVG for the README: the live canvas of `dgemma run`, or a board of `dgemma sudoku`.
 
     python scripts/record_canvas.py "How does diffusion write?" --model nano --out canvas.svg
-    python scripts/record_canvas.py expert --sudoku --seed 6 --columns 54 --out docs/canvas.svg
+    python scripts/record_canvas.py expert --sudoku --seed 4 --columns 54 --out docs/canvas.svg
 
 The pictures are those of the terminal (`cli/canvas.py`, `cli/board.py`), one a step. A line that stays the same for
 several steps is stored once, with the time it is visible. The panel has its own background, so it reads on light and
