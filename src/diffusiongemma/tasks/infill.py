@@ -138,8 +138,8 @@ class Infill:
             options["canvas"] = width
         params = variant.params(engine.hole.sampling(engine.params), seed=seed, **options)
         candidates = self.candidates or (1 if ends_itself else None)
-        text, seen = (case.prefix, case.suffix), (self.context, self.far)
-        tries = plan_infill(engine, *text, params, candidates, "auto", False, 1, *seen)
+        text = (case.prefix, case.suffix)
+        tries = plan_infill(engine, *text, params, candidates, drafts=False, context=self.context, far=self.far)
         self.choice.refuse_without_effect(len(tries), variant.mode)
         if len(tries) == 1:  # nothing to compare: the pass that would score it is spared
             return [replace(tries[0], request=replace(tries[0].request, score=False))]
