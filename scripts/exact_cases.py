@@ -21,7 +21,7 @@ from torch import Tensor
 from diffusiongemma.model.backend import VENDOR_ROWS, Ops
 from diffusiongemma.ops.fused import Rows, rope_frequency, summed
 from diffusiongemma.ops.quant import FP8
-from diffusiongemma.ops.routing import Placed, Routing
+from diffusiongemma.ops.routing import Placed, Routing, counters
 from diffusiongemma.ops.tiles import block_rows
 
 Sort = Callable[[Tensor, int, int], Routing]
@@ -234,7 +234,7 @@ def _placed(n: int, kind: str, shapes: Shapes, inputs: Inputs, up: Matrix, down:
     x = inputs.randn(n, width)
 
     def call(ops: Ops) -> Found:
-        counts = torch.zeros(experts + 1, dtype=torch.int32, device=inputs.device)
+        counts = torch.zeros(counters(experts, n * k)[0], dtype=torch.int32, device=inputs.device)
         index, weight, placed = ops.place(x, *router, eps, up.kept, counts=counts)
         given = ops.rows_for(Rows(x), up.kept)
         pairs = ops.experts(given, index, weight, up.kept, down.kept, placed)

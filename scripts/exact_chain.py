@@ -60,7 +60,8 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def names(ops: Ops) -> list[str]:
-    return [field.name for field in fields(ops) if callable(getattr(ops, field.name))]
+    """All but `streams`, which computes nothing"""
+    return [field.name for field in fields(ops) if callable(getattr(ops, field.name)) and field.name != "streams"]
 
 
 def wrapped(ops: Ops, wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Ops:

@@ -24,15 +24,15 @@ def made(rows: int, width: int, experts: int) -> tuple[Tensor, ...]:
     return tuple(torch.randn(shape, generator=g).to(DEVICE) for shape in shapes)
 
 
-def zeros(experts: int) -> Tensor:
-    return torch.zeros(experts + 1, dtype=torch.int32, device=DEVICE)
+def zeros(experts: int, pairs: int) -> Tensor:
+    return torch.zeros(routing.counters(experts, pairs)[0], dtype=torch.int32, device=DEVICE)
 
 
 def check(args: tuple[Tensor, ...], k: int, block: int) -> Placed:
     """Bits as from the router alone; each pair once, in its expert's list, its weight beside it; the blocks that lists
     of this length have"""
     experts = len(args[1])
-    index, weight, placed = router_triton.place(*args, k, EPS, block, zeros(experts))
+    index, weight, placed = router_triton.place(*args, k, EPS, block, zeros(experts, len(args[0]) * k))
     alone, alone_weight = router_triton.route(*args, k, EPS)
     assert torch.equal(index, alone)
     assert torch.equal(weight.view(torch.int32), alone_weight.view(torch.int32))
@@ -55,7 +55,7 @@ def check(args: tuple[Tensor, ...], k: int, block: int) -> Placed:
 def test_equals_the_router_and_the_twin(rows, width, experts, k, block) -> None:
     args = made(rows, width, experts)
     check(args, k, block)
-    index, weight, _ = router_triton.place(*args, k, EPS, block, zeros(experts))
+    index, weight, _ = router_triton.place(*args, k, EPS, block, zeros(experts, len(args[0]) * k))
     want_index, want_weight = fused.route(*args, k, EPS)
     assert torch.equal(index, want_index)
     torch.testing.assert_close(weight, want_weight, atol=1e-5, rtol=1e-4)
@@ -72,7 +72,7 @@ def test_of_equal_experts_the_first_are_taken() -> None:
     x, proj, scale, per_expert = made(20, 64, 16)
     args = (x, proj[:1].expand(16, 64).contiguous(), scale, per_expert)
     check(args, 3, 8)
-    index, _, placed = router_triton.place(*args, 3, EPS, 8, zeros(16))
+    index, _, placed = router_triton.place(*args, 3, EPS, 8, zeros(16, 3 * len(args[0])))
     assert index.tolist() == [[0, 1, 2]] * 20
     assert placed.counts.tolist() == [20] * 3 + [0] * 13 + [6]
 
@@ -82,15 +82,15 @@ def test_tokens_that_are_no_numbers_do_not_overflow_a_list() -> None:
     args = made(20, 64, 16)
     args[0][3:], args[0][10:] = torch.nan, torch.inf
     check(args, 4, 8)
-    index, weight, _ = router_triton.place(*args, 4, EPS, 8, zeros(16))
+    index, weight, _ = router_triton.place(*args, 4, EPS, 8, zeros(16, 4 * len(args[0])))
     assert index[3:].tolist() == [[0, 1, 2, 3]] * 17
     assert weight[3:].isnan().all()
     assert weight[:3].isfinite().all()
 
 
 def test_counters_of_other_experts() -> None:
-    with pytest.raises(AssertionError, match="16 counters do not fit 16 experts"):
-        router_triton.place(*made(20, 64, 16), 4, EPS, 8, zeros(15))
+    with pytest.raises(AssertionError, match="17 counters do not fit 16 experts of 20 tokens"):
+        router_triton.place(*made(20, 64, 16), 4, EPS, 8, torch.zeros(17, dtype=torch.int32, device=DEVICE))
 
 
 # ---- products ----------------------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 A kernel of ours belongs to the file in `ops/` that it stands in. Products are the exception: attention, MLP and experts
 use the same kernels, ours or the vendor's, so a product belongs to what was announced last on its stream: rotary
 tables and the end of a layer announce attention, the end of attention announces the dense MLP, the router
-announces the experts. A stream that nothing announced anything on is the dense MLP's own.
+announces the experts. A stream that nothing announced anything on is the dense MLP's own. Experts that are streamed
+have a kernel of their own, and the dense MLP then runs in their time: hardly anything is left to charge it for.
 
 Kernels overlap: one may begin early and wait for the one before it, and streams run beside each other. A kernel is
 charged for the time after all that began before it had ended, so the parts and the idle time add up to the whole.
@@ -61,7 +62,8 @@ def families() -> dict[str, str]:
     from triton.runtime.interpreter import InterpretedFunction  # what a kernel is where TRITON_INTERPRET is set
 
     found = {}
-    for file in sorted(Path(diffusiongemma.ops.__path__[0]).glob("*_triton.py")):
+    folder = Path(diffusiongemma.ops.__path__[0])
+    for file in sorted((*folder.glob("*_triton.py"), *folder.glob("*_gluon.py"))):
         for name, value in vars(import_module(f"diffusiongemma.ops.{file.stem}")).items():
             ours = isinstance(value, JITFunction | InterpretedFunction) and value.fn.__module__.endswith(file.stem)
             if name.endswith("kernel") and ours:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from diffusiongemma.ops import attention_cached, fused, kernels, one, product, routing, sampler, vocab
+from diffusiongemma.ops import attention_cached, fused, kernels, one, product, routing, sampler, tiles, vocab
 from diffusiongemma.ops.fused import Rows
 from diffusiongemma.ops.one import Routed
 from diffusiongemma.ops.product import Weight
@@ -48,17 +48,19 @@ class Ops:
     route: Callable[..., tuple[Tensor, Tensor]]
     attend: Callable[..., Rows]  # `attend_rows`: rounded for the next product, and kept in the cache where asked
     store: Callable[..., None]  # new keys and values into the cache, without attention
-    linear: Callable[[Rows, Weight], Tensor]  # x [N, K], weight of [O, K] -> [N, O]
-    geglu: Callable[[Rows, Weight], Rows]  # x [N, K], weight of [2 O, K] -> [N, O], in fp8 where x is
+    # `slim`, of both: in programs that leave room for others on their multiprocessor
+    linear: Callable[..., Tensor]  # x [N, K], weight of [O, K] -> [N, O]
+    geglu: Callable[..., Rows]  # x [N, K], weight of [2 O, K] -> [N, O], in fp8 where x is
     # x, index, weight [N, k], up, down -> [N m, D]: a row for each of a token's experts, or (m = 1) their sum
     experts: Callable[..., Tensor]  # `placed`: from `place`, where that was used; the weights are in it
     vocab_end: Callable[..., Reading]  # as `vocab_triton.vocab_end`
     draws: Callable[..., tuple[Tensor, Tensor]]
     prepare: Callable[..., tuple[Tensor, Tensor, Tensor]]  # `ops/sampler.py`: before the vocabulary end
     decide: Callable[..., None]  # … and after it
-    # as `route`, then the experts' weight; `counts`: zeros, E + 1 -> index, weight, and where they are
+    # as `route`, then the experts' weight; `counts`: zeros, `routing.counters` -> index, weight, and where they are
     place: Callable[..., tuple[Tensor, Tensor, Placed]]
     route_one: Callable[..., Routed]  # after_attention and route of up to `few` rows with one new token each
+    streams: Callable[[int, int, Weight, Weight], bool]  # tokens, k, up, down: are placed pairs' experts streamed?
     few: int = 0  # up to so many rows, products take them as they are
     # Up to so many tokens, pairs are placed while they are picked; of more they are sorted. What experts make of placed
     # ones lies in lists with room for all tokens each: 92 MB for 512 tokens of the 26B (`experts_triton.gate_up`).
@@ -108,14 +110,15 @@ def torch_ops() -> Ops:
         sampler.decide,
         _torch_place,
         one.route(fused.after_attention, fused.route),
+        lambda *_: False,
     )
 
 
-def _torch_linear(x: Rows, weight: Weight) -> Tensor:
+def _torch_linear(x: Rows, weight: Weight, slim: bool = False) -> Tensor:
     return product.product(x, *weight).values
 
 
-def _torch_geglu(x: Rows, weight: Weight) -> Rows:
+def _torch_geglu(x: Rows, weight: Weight, slim: bool = False) -> Rows:
     return _like(x, product.product(x, *weight, gated=True))
 
 
@@ -156,8 +159,9 @@ def _torch_vocab_end(
 # ---- Triton ------------------------------------------------------------------------------------------------------
 
 
-def triton_ops(exact: bool = False, few: bool = True) -> Ops:
-    """Import only where `kernels.unavailable` has found nothing. `few`: off, a few rows go the way of many."""
+def triton_ops(exact: bool = False, few: bool = True, stream: bool = True) -> Ops:
+    """Import only where `kernels.unavailable` has found nothing. `few`: off, a few rows go the way of many; `stream`:
+    off, each product of the experts is a kernel of its own everywhere."""
     from diffusiongemma.ops import (
         attention_join_triton,
         attention_triton,
@@ -194,11 +198,13 @@ def triton_ops(exact: bool = False, few: bool = True) -> Ops:
         block = block_rows(len(x) * k, len(proj), format_of(up[0]))
         return router_triton.place(x, proj, scale, per_expert, k, eps, block, counts)
 
-    def linear(x: Rows, weight: Weight) -> Tensor:
+    def linear(x: Rows, weight: Weight, slim: bool = False) -> Tensor:
         w, scale = weight
         rows, inputs = x.values.shape
         if rows <= few_rows:
             return few_triton.few(x, w, scale)
+        if slim:
+            return product_triton.product(x, w, scale, tile=tiles.SLIM).values
         if exact or kernels.interpreted():
             return product_triton.product(x, w, scale).values
         if w.dtype == x.values.dtype and scale is None and rows >= VENDOR_ROWS:
@@ -209,15 +215,21 @@ def triton_ops(exact: bool = False, few: bool = True) -> Ops:
             return torch._scaled_mm(x.values, w.t(), x.scale, scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True)
         return product_triton.product(x, w, scale).values
 
-    def geglu(x: Rows, weight: Weight) -> Rows:
+    def geglu(x: Rows, weight: Weight, slim: bool = False) -> Rows:
         if len(x.values) <= few_rows:
             return Rows(few_triton.few(x, *weight, gated=True))
-        return linear_triton.geglu_linear(x, *weight)
+        return linear_triton.geglu_linear(x, *weight, tile=tiles.SLIM_GATED if slim else None)
 
     def experts(
         x: Rows, index: Tensor, weight: Tensor, up: Weight, down: Weight, placed: Placed | None = None
     ) -> Tensor:
-        return experts_triton.experts_pairs(x, index, weight, *up, *down, few=few_rows > 0, placed=placed)
+        return experts_triton.experts_pairs(
+            x, index, weight, *up, *down, few=few_rows > 0, placed=placed, stream=stream
+        )
+
+    def streams(tokens: int, k: int, up: Weight, down: Weight) -> bool:
+        block = block_rows(tokens * k, up[0].shape[0], format_of(up[0]))
+        return stream and experts_triton.streams(block, up[0], down[0])
 
     def vocab_end(
         hidden: Tensor,
@@ -256,5 +268,6 @@ def triton_ops(exact: bool = False, few: bool = True) -> Ops:
         sampler_triton.decide,
         place,
         router_one_triton.route,
+        streams,
         few_rows,
     )

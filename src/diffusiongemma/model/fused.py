@@ -29,6 +29,7 @@ from diffusiongemma.ops.product import Weight
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.quantized import QuantEmbedding, QuantExperts, QuantLinear
 from diffusiongemma.ops.rope import Rope
+from diffusiongemma.ops.routing import counters
 from diffusiongemma.ops.vocab import Table
 
 Overlap = Literal["draw", "encode", "denoise"]
@@ -53,10 +54,10 @@ class FusedMLP:
     def quant(self) -> torch.dtype | None:
         return _quant(self.up)
 
-    def __call__(self, ops: Ops, x: Rows) -> Tensor:
-        """[N, D] -> [N, D]"""
-        hidden = ops.geglu(ops.rows_for(x, self.up), self.up)
-        return ops.linear(ops.rows_for(hidden, self.down), self.down)
+    def __call__(self, ops: Ops, x: Rows, slim: bool = False) -> Tensor:
+        """[N, D] -> [N, D]; `slim`: in programs that leave room for others on their multiprocessor"""
+        hidden = ops.geglu(ops.rows_for(x, self.up), self.up, slim)
+        return ops.linear(ops.rows_for(hidden, self.down), self.down, slim)
 
 
 @dataclass(frozen=True)
@@ -167,10 +168,8 @@ class FusedNetwork:
         experts = self.config.num_experts
         if not self.ops.places(tokens, experts, self.config.top_k_experts):
             return None
-        # Rows begin at multiples of 16 bytes: for a pointer that does not, Triton would compile every kernel once more.
-        apart = -(-(experts + 1) // 4) * 4
-        counts = torch.zeros(len(self.layers), apart, dtype=torch.int32, device=self.device)
-        return counts[:, : experts + 1]
+        many, _ = counters(experts, tokens * self.config.top_k_experts)
+        return torch.zeros(len(self.layers), many, dtype=torch.int32, device=self.device)
 
     def _attend(
         self, mode: Literal["encode", "denoise"], layer: FusedLayer, at: int, h: Rows, rope: Rope, batch: Batch
@@ -218,11 +217,16 @@ class FusedNetwork:
             join = self._begun(lambda: layer.mlp(ops, to_dense), beside)
         else:
             x, to_dense, to_sparse = ops.after_attention(x, branch, *norms, self.eps, quant)
-            join = self._begun(lambda: layer.mlp(ops, to_dense), beside)
+            # Experts that are streamed stay on all multiprocessors: they are to be there first, with room beside them.
+            slim = beside and counts is not None and ops.streams(len(x), router.top_k, layer.up, layer.down)
+            if not slim:
+                join = self._begun(lambda: layer.mlp(ops, to_dense), beside)
             if counts is None:
                 index, weight = ops.route(x, *router, self.eps)
             else:
                 index, weight, placed = ops.place(x, *router, self.eps, layer.up, counts=counts)
+            if slim:
+                join = self._begun(lambda: layer.mlp(ops, to_dense, slim=True), beside)
         sparse = ops.experts(ops.rows_for(to_sparse, layer.up), index, weight, layer.up, layer.down, placed)
         dense = join()
         after = (

@@ -10,6 +10,9 @@ Legend: N tokens, k experts a token, P = N k pairs, E experts, D hidden, I width
 
 from __future__ import annotations
 
+import re
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -30,6 +33,26 @@ def supported(device: torch.device, up: Tensor, down: Tensor) -> str | None:
     """Why the experts with these weights, of [E, 2 I, D] and [E, D, I], cannot run here, or None."""
     hidden, width = product_triton.outputs_of(down, False), product_triton.outputs_of(up, True)
     return product_triton.supported(device, up, hidden, gated=True) or product_triton.supported(device, down, width)
+
+
+WIDEST = 896  # of an expert that is streamed: a block's tiles of the first product fit `stream_gluon.ROUNDS`
+
+
+@cache
+def _streaming(device: torch.device) -> bool:
+    """Tensor cores and Triton as the kernels in Gluon want them: Hopper's, and 3.6 at least"""
+    version = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])
+    if interpreted() or device.type != "cuda" or version < (3, 6):
+        return False
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
+def streams(block: int, up: Tensor, down: Tensor) -> bool:
+    """Can these experts, [E, 2 I, D] and [E, D, I], be streamed for pairs in blocks of so many rows?"""
+    hidden, width = down.shape[1:3]
+    if up.dtype != down.dtype or up.dtype not in (torch.bfloat16, FP8) or block not in (32, 64):
+        return False
+    return hidden % 128 == 0 and width % 64 == 0 and width <= WIDEST and _streaming(up.device)
 
 
 @triton.jit
@@ -72,12 +95,17 @@ def down(hidden: Rows, routing: Routing | Placed, share: Tensor, w: Tensor, scal
 
 
 def experts_pairs(x: Rows, index: Tensor, weight: Tensor, up_q: Tensor, up_scale: Tensor | None, down_q: Tensor,
-                  down_scale: Tensor | None, few: bool = False, placed: Placed | None = None) -> Tensor:  # fmt: skip
+                  down_scale: Tensor | None, few: bool = False, placed: Placed | None = None,
+                  stream: bool = True) -> Tensor:  # fmt: skip
     """x [N, D], index and weight [N, k] -> [N k, D]: a row for each of a token's experts, which who reads it sums.
     `few`: a few tokens take another way, with other bits, and get their sums [N, D]. `placed`: where the pairs are, and
-    their weights; if nobody knows, they are sorted"""
+    their weights; if nobody knows, they are sorted. `stream`: both products in one launch where that can be"""
     if few and len(index) <= few_triton.FEW:
         return few_triton.experts_few(x, index, weight, up_q, up_scale, down_q, down_scale)
+    if stream and placed is not None and streams(placed.block, up_q, down_q):
+        from diffusiongemma.ops.experts_gluon import experts_streamed
+
+        return experts_streamed(rows_for(x, up_q), placed, up_q, up_scale, down_q, down_scale)
     experts = up_q.shape[0]
     routing = placed or route(index, experts, block_rows(index.numel(), experts, format_of(up_q)))
     hidden = gate_up(rows_for(x, up_q), routing, up_q, up_scale)

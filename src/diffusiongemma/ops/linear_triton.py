@@ -15,6 +15,7 @@ from diffusiongemma.ops.kernels import interpreted
 from diffusiongemma.ops.product_triton import product, supported
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.rows_triton import quantize_rows, rows_for
+from diffusiongemma.ops.tiles import Tile
 
 __all__ = ["geglu_linear", "linear", "linear_rows", "mlp", "quantize_rows", "supported"]
 
@@ -36,10 +37,10 @@ def linear(x: Tensor, q: Tensor, scale: Tensor | None = None) -> Tensor:
     return linear_rows(Rows(x.contiguous()), q, scale)
 
 
-def geglu_linear(x: Rows, q: Tensor, scale: Tensor | None = None) -> Rows:
+def geglu_linear(x: Rows, q: Tensor, scale: Tensor | None = None, tile: Tile | None = None) -> Rows:
     """x [N, K], weight of [2 O, K], gate first -> GeGLU of the product [N, O], in fp8 where x is or must be"""
     x = rows_for(x, q)
-    return product(x, q, scale, gated=True, quantise=x.values.dtype == FP8)
+    return product(x, q, scale, gated=True, quantise=x.values.dtype == FP8, tile=tile)
 
 
 def mlp(x: Rows, up_q: Tensor, up_scale: Tensor | None, down_q: Tensor, down_scale: Tensor | None) -> Tensor:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from diffusiongemma.ops.early_triton import SEPARATE, ready, run
 from diffusiongemma.ops.kernels import unavailable
-from diffusiongemma.ops.routing import Placed, most_beyond
+from diffusiongemma.ops.routing import Placed, counters, most_beyond
 
 
 class Blocks(NamedTuple):
@@ -166,16 +166,18 @@ def place(
     block: int,
     counts: Tensor,
 ) -> tuple[Tensor, Tensor, Placed]:
-    """As `fused.route` and `routing.place`. counts: E + 1 zeros, which become `Placed.counts`."""
+    """As `fused.route` and `routing.place`. counts: zeros (`routing.counters`), which become counts and marks."""
     rows, experts = len(x), len(proj)
-    assert counts.numel() == experts + 1, f"{counts.numel()} counters do not fit {experts} experts"
+    many, first = counters(experts, rows * top_k)
+    assert counts.numel() == many, f"{counts.numel()} counters do not fit {experts} experts of {rows} tokens"
+    counts, marks = counts[: experts + 1], counts[first:]
     lists = torch.empty(experts, rows, dtype=torch.int32, device=x.device)
     at = torch.empty(rows * top_k, dtype=torch.int32, device=x.device)
     share = torch.empty(experts, rows, dtype=torch.float32, device=x.device)
     beyond = torch.empty(most_beyond(rows * top_k, block), dtype=torch.int32, device=x.device)
     to = _to(x, top_k)._replace(lists=lists, place=at, share=share, counts=counts, beyond=beyond)
     _run(x, proj, scale, per_expert_scale, eps, to, block, blocks_for(rows))
-    return to.chosen, to.weight, Placed(lists, at, share, counts, beyond, block, top_k)
+    return to.chosen, to.weight, Placed(lists, at, share, counts, beyond, marks, block, top_k)
 
 
 def _to(x: Tensor, top_k: int) -> To:

@@ -65,6 +65,7 @@ class Placed:
     share: Tensor  # float32 [E, N]: of each pair in `lists` its weight
     counts: Tensor  # int32 [E + 1]: of each expert how many, then how many blocks there are beyond the first
     beyond: Tensor  # int32 [most]: where in `lists`, flat, each of these begins
+    marks: Tensor  # int32 [4 + blocks] of zeros: how far programs are that share the work (`experts_gluon.py`)
     block: int
     top_k: int
 
@@ -72,6 +73,16 @@ class Placed:
 def most_beyond(pairs: int, block: int) -> int:
     """The most blocks beyond the first of an expert that any routing can need, and room for one at least."""
     return max(1, (pairs - 1) // block)
+
+
+LEAST_BLOCK = 16
+
+
+def counters(experts: int, pairs: int) -> tuple[int, int]:
+    """How many zeros placing wants, all in one piece, and where in them the marks begin: the others are the counts.
+    Both are multiples of 16 bytes: for a pointer that is none, Triton would compile every kernel once more."""
+    first = -(-(experts + 1) // 4) * 4
+    return -(-(first + 4 + experts + most_beyond(pairs, LEAST_BLOCK)) // 4) * 4, first
 
 
 def place(index: Tensor, weight: Tensor, experts: int, block: int) -> Placed:
@@ -90,5 +101,6 @@ def place(index: Tensor, weight: Tensor, experts: int, block: int) -> Placed:
     beyond = torch.zeros(most_beyond(len(flat), block), dtype=torch.int32)
     beyond[: len(begin)] = torch.tensor(begin, dtype=torch.int32)
     found = torch.tensor([*counts, len(begin)], dtype=torch.int32)
-    lists, at, share, found, beyond = (t.to(index.device) for t in (lists, at, share, found, beyond))
-    return Placed(lists, at, share, found, beyond, block, index.shape[1])
+    marks = torch.zeros(4 + experts + len(beyond), dtype=torch.int32)
+    lists, at, share, found, beyond, marks = (t.to(index.device) for t in (lists, at, share, found, beyond, marks))
+    return Placed(lists, at, share, found, beyond, marks, block, index.shape[1])

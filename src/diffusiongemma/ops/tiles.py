@@ -75,6 +75,9 @@ def _measured() -> dict[str, Tile]:
     }
 
 
+# Dense products beside experts that are streamed (`experts_gluon.py`): 74 KB and 128 threads fit there.
+SLIM, SLIM_GATED = Tile(64, 128, 4, 3), Tile(64, 64, 4, 3)
+
 TUNED: dict[str, Tile] = _measured()  # by Shape.key(); `tune` and `load` add to it
 
 

@@ -1,0 +1,123 @@
+"""Both products of the experts in one launch that streams weights, beside two kernels: the same bits? How fast?
+
+    python3 scripts/bench_stream.py [--formats fp8 bf16] [--tokens 256 512] [--runs 30]
+
+26B-A4B geometry on one Hopper card. Tokens go to their experts evenly, and so that some experts have none and others
+several blocks. Times are of a CUDA graph over several sets of weights, by turns, medians; the floor is all weights once
+at 4.33 TB/s. The exit code is 1 if a bit differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+from diffusiongemma.ops import routing
+from diffusiongemma.ops.experts_triton import experts_pairs, streams
+from diffusiongemma.ops.fused import Rows
+from diffusiongemma.ops.quant import FP8
+from diffusiongemma.ops.routing import Placed
+from diffusiongemma.ops.rows_triton import quantize_rows
+from diffusiongemma.ops.tiles import block_rows
+
+EXPERTS, HIDDEN, WIDTH, TOP, SETS, TURNS = 128, 2816, 704, 8, 4, 15
+BANDWIDTH = 4.33e12
+Weights = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    out = torch.empty(EXPERTS, rows, columns, dtype=dtype, device="cuda")
+    for expert in out:
+        expert.copy_(torch.randn(rows, columns, device="cuda") * (1.0 if dtype == FP8 else 0.02))
+    return out, torch.rand(EXPERTS, rows, 1, device="cuda") * 0.01 + 0.001 if dtype == FP8 else None
+
+
+def placed(tokens: int, even: bool, fmt: str) -> tuple[Tensor, Tensor, Placed]:
+    scores = torch.rand(tokens, EXPERTS, device="cuda")
+    index = (scores if even else scores * torch.linspace(0.2, 1, EXPERTS, device="cuda")).topk(TOP, -1).indices
+    weight = torch.rand(tokens, TOP, device="cuda")
+    block = block_rows(tokens * TOP, EXPERTS, "fp8" if fmt == "fp8" else "bf16")
+    return index, weight, routing.place(index, weight, EXPERTS, block)
+
+
+def call(x: Rows, route: tuple[Tensor, Tensor, Placed], weights: Weights, stream: bool) -> Tensor:
+    index, weight, where = route
+    where.marks.zero_()
+    return experts_pairs(x, index, weight, *weights, placed=where, stream=stream)
+
+
+def recorded(run: Callable[[int], Tensor]) -> torch.cuda.CUDAGraph:
+    for i in range(SETS):
+        run(i)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(SETS):
+            run(i)
+    return graph
+
+
+def microseconds(graphs: list[torch.cuda.CUDAGraph]) -> list[float]:
+    found: list[list[float]] = [[] for _ in graphs]
+    for _ in range(TURNS):
+        for graph, times in zip(graphs, found, strict=True):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            graph.replay()
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3 / SETS)
+    return [statistics.median(times) for times in found]
+
+
+def measure(fmt: str, tokens: int, runs: int) -> int:
+    """-> how many comparisons failed"""
+    dtype, unequal = FP8 if fmt == "fp8" else torch.bfloat16, 0
+    sets: list[Weights] = [(*matrix(2 * WIDTH, HIDDEN, dtype), *matrix(HIDDEN, WIDTH, dtype)) for _ in range(SETS)]
+    floor = sum(t.numel() * t.element_size() for t in sets[0] if t is not None) / BANDWIDTH * 1e6
+    for even in (True, False):
+        route = placed(tokens, even, fmt)
+        assert streams(route[2].block, sets[0][0], sets[0][2]), "nothing is streamed on this card"
+        for run in range(runs):
+            x = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
+            rows = quantize_rows(x) if fmt == "fp8" else Rows(x)
+            one, two = (call(rows, route, sets[run % SETS], stream) for stream in (True, False))
+            unequal += not torch.equal(one, two)
+        graphs = [
+            recorded(lambda i, s=stream, r=rows, p=route: call(r, p, sets[i], s))  # type: ignore[misc]
+            for stream in (False, True)
+        ]
+        before, after = microseconds(graphs)
+        counts = route[2].counts[:-1]
+        print(
+            f"{fmt:<5}{tokens:>5} tokens, {int(counts.min()):>3} to {int(counts.max()):>3} an expert: two kernels "
+            f"{before:7.1f} us, streamed {after:7.1f} ({after / before:.3f}), floor {floor:6.1f}; "
+            f"{unequal} of {runs} runs unequal",
+            flush=True,
+        )
+    return unequal
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--formats", nargs="+", choices=("fp8", "bf16"), default=["fp8", "bf16"])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[256, 512])
+    parser.add_argument("--runs", type=int, default=30)
+    args = parser.parse_args()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    torch.manual_seed(0)
+    failed = [measure(fmt, tokens, args.runs) for fmt in args.formats for tokens in args.tokens]
+    sys.exit(1 if any(failed) else 0)
+
+
+if __name__ == "__main__":
+    main()

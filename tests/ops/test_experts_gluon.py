@@ -1,0 +1,106 @@
+"""Experts that are streamed. Triton's interpreter knows no Gluon, so here they are only compiled, for a card that is
+not there; their numbers are compared on one: `scripts/check_ops.py` ("as sorted") and `scripts/bench_stream.py`."""
+
+from ops.triton_cpu import DEVICE  # isort: skip
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from diffusiongemma.ops import experts_triton, routing, tiles
+from diffusiongemma.ops.quant import FP8
+from diffusiongemma.ops.tiles import Shape
+
+COMPILE = """
+import json, re, subprocess, sys, tempfile
+from pathlib import Path
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from diffusiongemma.ops.experts_gluon import STAGES, experts_kernel
+
+def compiled(kind, block):
+    wide, quant = (128, True) if kind == "fp8e4nv" else (64, False)
+    layout = gl.NVMMASharedLayout(128, 1024 // wide, 2)
+    tile = f"tensordesc<{kind}[64, {wide}],{layout!r}>"
+    types = dict(x=f"*{kind}", x_scale="*fp32", w_up=tile, up_scale="*fp32", w_down=tile, down_scale="*fp32",
+                 hidden="*bf16", rounded=f"*{kind}", h_rows=tile.replace("[64", f"[{block}"), h_scale="*fp32",
+                 out="*bf16", order="*i32", share="*fp32", counts="*i32", beyond="*i32", marks="*i32", each="i32")
+    known = dict(D=256, I=192, APART=384 if quant else 192, TOP_K=2, EXPERTS=16, T=block, BK=wide,
+                 STAGES=STAGES[block], WIDTH=256, REGISTERS=128, FEW=80)
+    if not quant:
+        for name in ("x_scale", "up_scale", "down_scale", "h_scale"):
+            types[name], known[name] = "constexpr", None
+    names = experts_kernel.arg_names
+    kinds = {name: types.get(name, "constexpr") for name in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if kinds[name].startswith("*")}
+    source = GluonASTSource(experts_kernel, kinds, known, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": 112})
+
+found = compiled(sys.argv[1], int(sys.argv[2]))
+ptx = found.asm["ptx"]
+file = Path(tempfile.mkdtemp()) / "kernel.ptx"
+file.write_text(ptx)
+command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(file), "-o", str(file.with_suffix(".cubin"))]
+told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+print(json.dumps({
+    "shared": found.metadata.shared, "threads": ptx.partition(".reqntid ")[2].split()[0],
+    "products": ptx.count("wgmma.mma_async"), "waits": ptx.count("griddepcontrol.wait"),
+    "copies": ptx.count("cp.async.bulk.tensor"), "spilled": int(re.search(r"(\\d+) bytes spill stores", told).group(1)),
+    "serialised": "serialized" in told,
+}))
+"""
+
+
+@pytest.mark.parametrize(("kind", "block"), [("fp8e4nv", 32), ("bf16", 32), ("fp8e4nv", 64)])
+def test_compiles_for_hopper_and_leaves_room_beside_it(kind: str, block: int) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE, kind, str(block)], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    parts = 6 if kind == "fp8e4nv" else 5  # without rounding there is one part fewer, and nobody's warps make it up
+    assert found["threads"] == "384", "two groups that multiply, and four single warps"
+    assert found["waits"] == parts, "every part waits by itself for the launch before"
+    assert found["products"]
+    assert found["copies"]
+    assert found["spilled"] <= 16, "numbers go to memory for want of registers"
+    assert not found["serialised"], "the tensor cores wait after every product"
+    slim = max(
+        tiles.shared_bytes(Shape("fp8", 2816, 2816, 0, False, 256), tiles.SLIM),
+        tiles.shared_bytes(Shape("fp8", 2816, 2112, 0, True, 256), tiles.SLIM_GATED),
+    )
+    assert found["shared"] + slim + 2048 <= 228 << 10, "the dense MLP does not fit beside it"
+
+
+def weights(dtype: torch.dtype, hidden: int = 256, width: int = 192) -> tuple[torch.Tensor, torch.Tensor]:
+    shapes = (16, 2 * width, hidden), (16, hidden, width)
+    up, down = (torch.empty(shape, dtype=dtype, device=DEVICE) for shape in shapes)
+    return up, down
+
+
+def test_which_experts_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not experts_triton.streams(32, *weights(FP8)), "nothing is streamed in the interpreter"
+    monkeypatch.setattr(experts_triton, "_streaming", lambda device: True)
+    assert experts_triton.streams(32, *weights(FP8))
+    assert experts_triton.streams(64, *weights(torch.bfloat16))
+    assert not experts_triton.streams(160, *weights(FP8)), "blocks of many rows"
+    assert not experts_triton.streams(32, *weights(torch.uint8)), "4-bit weights"
+    assert not experts_triton.streams(32, weights(FP8)[0], weights(torch.bfloat16)[1]), "two formats"
+    assert not experts_triton.streams(32, *weights(FP8, hidden=192)), "the second product in tiles of 128"
+    assert not experts_triton.streams(32, *weights(FP8, width=96)), "the first one in tiles of 64"
+    assert not experts_triton.streams(32, *weights(FP8, width=1024)), "more tiles than who rounds can remember"
+
+
+def test_marks_have_room_for_every_block() -> None:
+    for experts, tokens, k in ((128, 256, 8), (16, 20, 2), (32, 512, 4)):
+        many, first = routing.counters(experts, tokens * k)
+        assert many % 4 == first % 4 == 0
+        assert first >= experts + 1
+        for block in (16, 32, 64):
+            assert many - first >= 4 + experts + routing.most_beyond(tokens * k, block)
