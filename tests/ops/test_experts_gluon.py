@@ -1,5 +1,6 @@
-"""Experts that are streamed. Triton's interpreter knows no Gluon, so here they are only compiled, for a card that is
-not there; their numbers are compared on one: `scripts/check_ops.py` ("as sorted") and `scripts/bench_stream.py`."""
+"""Experts that are streamed. Triton's interpreter knows no Gluon, so here they are compiled, for a card that is not
+there, and a model of who waits for whom is run; their numbers are compared on a card: `scripts/check_ops.py` ("as
+sorted") and `scripts/bench_stream.py`."""
 
 from ops.triton_cpu import DEVICE  # isort: skip
 
@@ -10,10 +11,14 @@ import sys
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from diffusiongemma.ops import experts_triton, routing, tiles
 from diffusiongemma.ops.quant import FP8
+from diffusiongemma.ops.stream_gluon import MOST, ROUNDS
 from diffusiongemma.ops.tiles import Shape
+from ops.stream_model import Work, run
 
 COMPILE = """
 import json, re, subprocess, sys, tempfile
@@ -104,3 +109,45 @@ def test_marks_have_room_for_every_block() -> None:
         assert first >= experts + 1
         for block in (16, 32, 64):
             assert many - first >= 4 + experts + routing.most_beyond(tokens * k, block)
+
+
+# ---- who waits for whom ------------------------------------------------------------------------------------------
+
+WIDE = experts_triton.WIDEST // 64  # tiles of a block in the first product, at most
+
+
+def work(rows: list[bool], experts: int, up: int = WIDE, rounds: int = ROUNDS.value, **sizes: int) -> Work:
+    sizes = {"down": 2, "up_steps": 2, "down_steps": 1, "stages": 3} | sizes
+    return Work(experts, rows, up, most=MOST.value, rounds=rounds, quant=sizes.pop("quant", 1) == 1, **sizes)
+
+
+def check(made: Work) -> None:
+    """Every tile of a block with rows was made once; of blocks without, at most tiles that were guessed"""
+    for at in range(made.total):
+        there = made.rows[made.block(at)]
+        assert made.made.get(at, 0) == 1 if there else made.made.get(at, 0) <= 1, f"tile {at}"
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_the_work_ends_in_any_order(data: st.DataObject) -> None:
+    """However many programs run at once, also one alone, and whichever part is slow"""
+    draw = data.draw
+    experts = draw(st.sampled_from((2, 4, 8)))
+    rows = draw(st.lists(st.booleans(), min_size=experts, max_size=experts)) + [True] * draw(st.integers(0, 2))
+    up = draw(st.sampled_from((1, 2, 11, WIDE)))
+    sizes = {"down": draw(st.sampled_from((1, 2, 7))), "up_steps": draw(st.sampled_from((1, 2, 7))),
+             "down_steps": draw(st.sampled_from((1, 3))), "stages": draw(st.sampled_from((2, 3, 6))),
+             "quant": draw(st.integers(0, 1))}  # fmt: skip
+    made = work(rows, experts, up, **sizes)
+    programs = draw(st.sampled_from((1, 2, 5, 12)))
+    run(made, programs, draw(st.integers(1, programs)), draw(st.integers(0, 1000)))
+    check(made)
+
+
+def test_who_rounds_must_remember_all_tiles_of_a_block() -> None:
+    """One program alone has to make a whole block before any of it is rounded: that is what `WIDEST` is for."""
+    run(made := work([True], 1), 1, 1, 0)
+    check(made)
+    with pytest.raises(AssertionError, match="everybody waits"):
+        run(work([True], 1, rounds=WIDE // 2), 1, 1, 0, patience=1000)

@@ -180,8 +180,10 @@ def _multiply(ring, xs, ready, free, place, mma: gl.constexpr, STEPS: gl.constex
 
 @gluon.jit
 def _store(sums, to, ok, wide: gl.constexpr):
-    """sums [64, T] -> T rows of 64 bfloat16 numbers"""
-    gl.store(to, gl.convert_layout(gl.permute(sums.to(gl.bfloat16), (1, 0)), wide), mask=ok)
+    """sums [64, T] -> T rows of 64 bfloat16 numbers, which are to stay in the L2 cache until they are read, though
+    hundreds of megabytes of weights go through it"""
+    rows = gl.convert_layout(gl.permute(sums.to(gl.bfloat16), (1, 0)), wide)
+    gl.store(to, rows, mask=ok, eviction_policy="evict_last")
 
 
 @gluon.jit
@@ -324,7 +326,10 @@ def _tiles(w: Tensor, rows: int) -> Any:
 def experts_streamed(
     x: Rows, placed: Placed, up: Tensor, up_scale: Tensor | None, down: Tensor, down_scale: Tensor | None
 ) -> Tensor:
-    """As `experts_triton.experts_pairs`, bit for bit: x [N, D], in fp8 where the weights are -> [N k, D]"""
+    """As `experts_triton.experts_pairs`, bit for bit: x [N, D], in fp8 where the weights are -> [N k, D].
+
+    `placed.marks` must be zero before the launch before this one begins: the first tile is taken before that has ended.
+    """
     (experts, hidden_size, width), tokens = down.shape, len(x.values)
     quant = up.dtype == FP8
     assert x.values.dtype == up.dtype, f"{x.values.dtype} rows for {up.dtype} experts"

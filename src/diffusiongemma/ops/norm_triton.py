@@ -58,6 +58,16 @@ def store_row(out, y, width, PIECE: tl.constexpr):
 
 
 @triton.jit
+def keep_row(out, y, width, PIECE: tl.constexpr):
+    """As `store_row`, of what is read after much else went through the L2 cache"""
+    d = tl.arange(0, PIECE)
+    kind: tl.constexpr = out.dtype.element_ty
+    tl.store(out + d, y[0].to(kind), mask=d < width, eviction_policy="evict_last")
+    tl.store(out + PIECE + d, y[1].to(kind), mask=PIECE + d < width, eviction_policy="evict_last")
+    tl.store(out + 2 * PIECE + d, y[2].to(kind), mask=2 * PIECE + d < width, eviction_policy="evict_last")
+
+
+@triton.jit
 def wide(y):
     return y[0].to(tl.float32), y[1].to(tl.float32), y[2].to(tl.float32)
 
@@ -143,7 +153,7 @@ def _after_attention_kernel(
     y = load_row(x + row * width, width, PIECE)
     y = added(wide(y), weighed(normed(wide(z), width, eps), w_post))
     y = stored(y, x_out)
-    store_row(x_out + row * width, y, width, PIECE)
+    keep_row(x_out + row * width, y, width, PIECE)  # experts come before it is read
     y = normed(y, width, eps)
     put_row(dense_out, dense_scale, weighed(y, w_dense), row, width, PIECE, LIMIT, HOPPER)
     put_row(sparse_out, sparse_scale, weighed(y, w_sparse), row, width, PIECE, LIMIT, HOPPER)

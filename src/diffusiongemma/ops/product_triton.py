@@ -28,6 +28,7 @@ from diffusiongemma.ops.rows_triton import quantize_placed, quantize_rows, rows_
 from diffusiongemma.ops.tiles import Shape, Tile, choose, format_of, step_of
 
 AHEAD = 1024  # bytes of a row
+CACHED = 16 << 20  # bytes of a result of experts that are to stay in the L2 cache, though many weights go through it
 FIRST = 2 * 132  # programs that a card runs at once, about: only these ask early, the others would wait for the answer
 
 
@@ -118,7 +119,7 @@ def _rows(x_scale, order, share, row, end, TOP_K: tl.constexpr, ROUTED: tl.const
 
 @triton.jit
 def _finish(gate, up, w_gate, w_up, scale, part, ok, target, out, o, O: tl.constexpr, GATED: tl.constexpr,
-            PAIRED: tl.constexpr, UNIT: tl.constexpr, BO: tl.constexpr):  # fmt: skip
+            PAIRED: tl.constexpr, UNIT: tl.constexpr, BO: tl.constexpr, STAY: tl.constexpr):  # fmt: skip
     """Sums [BO, T] of each row of the weight, times their scales -> rows of the result"""
     factor = UNIT * scale * part
     gate = gate * w_gate[:, None] * factor[None, :]
@@ -126,16 +127,17 @@ def _finish(gate, up, w_gate, w_up, scale, part, ok, target, out, o, O: tl.const
     if GATED:  # gelu in its tanh form, which is x sigmoid(2 y)
         gate = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
     at = out + target.to(tl.int64)[:, None] * O + o[None, :]
-    tl.store(at, tl.trans(gate).to(out.dtype.element_ty), mask=ok[:, None] & (o < O)[None, :])
+    ok = ok[:, None] & (o < O)[None, :]
+    tl.store(at, tl.trans(gate).to(out.dtype.element_ty), mask=ok, eviction_policy=STAY)
     if PAIRED:
-        tl.store(at + BO, tl.trans(up).to(out.dtype.element_ty), mask=ok[:, None])
+        tl.store(at + BO, tl.trans(up).to(out.dtype.element_ty), mask=ok, eviction_policy=STAY)
 
 
 @triton.jit
 def _tile(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end, K: tl.constexpr, O: tl.constexpr,
           APART: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr,
           ROUTED: tl.constexpr, PLACED: tl.constexpr, T: tl.constexpr, MORE: tl.constexpr, BO: tl.constexpr,
-          STEP: tl.constexpr, STAGES: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
+          STEP: tl.constexpr, STAGES: tl.constexpr, STAY: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
     """Rows start … end of `order`, at most T + MORE, times one tile of an expert's outputs"""
     PAIRED: tl.constexpr = FORMAT == "pairs" and not GATED
     WIDE: tl.constexpr = 2 * BO if PAIRED else BO
@@ -162,8 +164,8 @@ def _tile(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end, K
                                              O, GATED, T, MORE, BO, STEP, STAGES)  # fmt: skip
         if MORE > 0:
             _finish(more_gate, more_up, w_gate, w_up, more_scale, more_part, more_ok, more_target, out, o, O, GATED,
-                    PAIRED, UNIT, BO)  # fmt: skip
-    _finish(gate, up, w_gate, w_up, scale, part, ok, target, out, o, O, GATED, PAIRED, UNIT, BO)
+                    PAIRED, UNIT, BO, STAY)  # fmt: skip
+    _finish(gate, up, w_gate, w_up, scale, part, ok, target, out, o, O, GATED, PAIRED, UNIT, BO, STAY)
 
 
 @triton.jit(do_not_specialize=["rows", "capacity"])
@@ -171,7 +173,8 @@ def product_kernel(x, x_scale, w, w_scale, out, order, share, table, beyond, row
                    O: tl.constexpr, APART: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr,
                    GATED: tl.constexpr, ROUTED: tl.constexpr, T: tl.constexpr, BO: tl.constexpr, STEP: tl.constexpr,
                    STAGES: tl.constexpr, EXPERTS: tl.constexpr, AHEAD: tl.constexpr, FIRST: tl.constexpr,
-                   MORE: tl.constexpr, SMALL: tl.constexpr, HOPPER: tl.constexpr):  # fmt: skip
+                   MORE: tl.constexpr, SMALL: tl.constexpr, STAY: tl.constexpr,
+                   HOPPER: tl.constexpr):  # fmt: skip
     """x [rows, K] times w [E, O or 2 O, K] -> out [rows, O].
 
     ROUTED "no": a dense product. "in": row r of `order` reads token order[r] // k and writes row r. "out": row r reads
@@ -182,6 +185,7 @@ def product_kernel(x, x_scale, w, w_scale, out, order, share, table, beyond, row
     which few are there. rows: P.
     APART: numbers from a row of x to the next.
     Of pairs, a program makes BO = 64 gates with their ups, or two tiles of BO outputs side by side.
+    STAY: "evict_last", if the result is to stay in the L2 cache.
     MORE, SMALL: rows beside the T, and up to how many an expert takes a smaller tile (0: always the whole).
     HOPPER: not in the interpreter. A program may then start before the launch before it has ended: it asks for AHEAD
     bytes of each of its rows of the weight, and waits.
@@ -235,15 +239,15 @@ def product_kernel(x, x_scale, w, w_scale, out, order, share, table, beyond, row
     if SMALL > 0:  # noqa: SIM102  (few rows cost less; what Triton knows and what it does not stay apart)
         if end - start <= SMALL:
             _tile(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end, K, O, APART, TOP_K, FORMAT,
-                  GROUP, GATED, ROUTED, PLACED, SMALL, 0, BO, STEP, STAGES, HOPPER)  # fmt: skip
+                  GROUP, GATED, ROUTED, PLACED, SMALL, 0, BO, STEP, STAGES, STAY, HOPPER)  # fmt: skip
             return
     if MORE > 16:  # noqa: SIM102
         if end - start <= T + MORE // 2:
             _tile(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end, K, O, APART, TOP_K, FORMAT,
-                  GROUP, GATED, ROUTED, PLACED, T, MORE // 2, BO, STEP, STAGES, HOPPER)  # fmt: skip
+                  GROUP, GATED, ROUTED, PLACED, T, MORE // 2, BO, STEP, STAGES, STAY, HOPPER)  # fmt: skip
             return
     _tile(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end, K, O, APART, TOP_K, FORMAT, GROUP, GATED,
-          ROUTED, PLACED, T, MORE, BO, STEP, STAGES, HOPPER)  # fmt: skip
+          ROUTED, PLACED, T, MORE, BO, STEP, STAGES, STAY, HOPPER)  # fmt: skip
 
 
 def supported(device: torch.device, w: Tensor, inputs: int, gated: bool = False) -> str | None:
@@ -341,6 +345,7 @@ def product(
         ROUTED="no" if routing is None else "in" if share is None else "out",
         T=tile.rows, BO=tile.outputs // (1 + paired), STEP=step, STAGES=tile.stages,
         EXPERTS=experts, AHEAD=ahead, FIRST=FIRST, MORE=tile.more, SMALL=_small(tile) if routing is not None else 0,
+        STAY="evict_last" if routing is not None and 2 * rows * width <= CACHED else "",
         HOPPER=not interpreted(), num_warps=tile.warps, maxnreg=tile.registers or None, **early(),
     )  # fmt: skip
     if not quantise:

@@ -1,0 +1,228 @@
+"""How the parts of a program that streams experts wait for each other (`ops/stream_gluon.py`, `ops/experts_gluon.py`),
+as generators that a test runs in any order. Triton's interpreter knows no Gluon: the kernel itself needs a card.
+
+Every `yield` is a place where another part may run. `rows`: of each block, whether it has any; blocks from E on are
+those beyond the first.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator
+from dataclasses import dataclass, field
+
+Part = Generator[None, None, None]
+Message = tuple[int, bool, int]  # number of a tile or -1, whether its block has rows, its first place in the ring
+END: Message = (-1, False, 0)
+
+
+class Barrier:
+    """As an mbarrier: whoever waits for a phase passes when it is over, and knows only whether it is odd."""
+
+    def __init__(self, count: int) -> None:
+        self.count = self.pending = count
+        self.phase = 0
+
+    def arrive(self) -> None:
+        assert self.pending > 0, "more arrivals than a phase has"
+        self.pending -= 1
+        if self.pending == 0:
+            self.pending, self.phase = self.count, self.phase ^ 1
+
+    def passed(self, phase: int) -> bool:
+        return self.phase != phase
+
+
+def _wait(barrier: Barrier, phase: int) -> Part:
+    while not barrier.passed(phase):
+        yield
+
+
+@dataclass
+class Ring:
+    """A place that goes round, and whether the turn is an odd one"""
+
+    size: int
+    phase: int
+    at: int = 0
+
+    def step(self) -> None:
+        self.at += 1
+        if self.at == self.size:
+            self.at, self.phase = 0, self.phase ^ 1
+
+
+class Mailbox:
+    def __init__(self, slots: int, readers: int) -> None:
+        self.messages: list[Message] = [END] * slots
+        self.told, self.heard = [Barrier(1) for _ in range(slots)], [Barrier(readers) for _ in range(slots)]
+
+    def tell(self, ring: Ring, message: Message) -> Part:
+        yield from _wait(self.heard[ring.at], ring.phase)
+        self.messages[ring.at] = message
+        self.told[ring.at].arrive()
+        ring.step()
+
+    def hear(self, ring: Ring) -> Generator[None, None, Message]:
+        yield from _wait(self.told[ring.at], ring.phase)
+        message = self.messages[ring.at]
+        yield
+        self.heard[ring.at].arrive()
+        ring.step()
+        return message
+
+
+@dataclass
+class Work:
+    """What all programs share"""
+
+    experts: int
+    rows: list[bool]
+    up: int  # tiles of a block in the first product
+    down: int
+    up_steps: int  # stages of a tile
+    down_steps: int
+    stages: int
+    most: int
+    rounds: int
+    quant: bool
+    taken: int = 0
+    flags: list[int] = field(default_factory=list)
+    made: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.flags = [0] * len(self.rows)
+        self.ups, self.total = len(self.rows) * self.up, len(self.rows) * (self.up + self.down)
+
+    def take(self) -> int:
+        self.taken += 1
+        return self.taken - 1
+
+    def block(self, at: int) -> int:
+        return at // self.up if at < self.ups else (at - self.ups) // self.down
+
+    def steps(self, at: int) -> int:
+        return self.up_steps if at < self.ups else self.down_steps
+
+
+class Program:
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.ready, self.free = ([Barrier(n) for _ in range(work.stages)] for n in (2, 1))
+        self.go = [Barrier(1), Barrier(1)]
+        self.box, self.guess = Mailbox(work.most, 4), Mailbox(1, 1)
+        self.later = Mailbox(work.rounds, 1)
+        self.weights: list[tuple[int, int] | None] = [None] * work.stages
+        self.x: list[tuple[int, int] | None] = [None] * work.stages
+
+    def parts(self) -> list[Part]:
+        found = [self._plan(), self._weights(), self._rows(), self._sums(0), self._sums(1)]
+        return [*found, self._round()] if self.work.quant else found
+
+    def _plan(self) -> Part:
+        work, box, later, place = self.work, Ring(self.work.most, 1), Ring(self.work.rounds, 1), 0
+        at = work.take()
+        yield from self.guess.tell(Ring(1, 1), (at, False, 0))
+        asked = at < work.experts * work.up
+        while at < work.total:
+            there = work.rows[work.block(at)]
+            if there or asked:
+                yield from self.box.tell(box, (at, there, place))
+                if work.quant and at < work.ups:
+                    yield from self.later.tell(later, (at, there, place))
+                place += work.steps(at)
+            asked = False
+            yield
+            at = work.take()
+        yield from self.box.tell(box, END)
+        if work.quant:
+            yield from self.later.tell(later, END)
+
+    def _fetch(self, at: int, ring: Ring, into: list[tuple[int, int] | None]) -> Part:
+        for k in range(self.work.steps(at)):
+            yield from _wait(self.free[ring.at], ring.phase)
+            into[ring.at] = (at, k)
+            self.ready[ring.at].arrive()
+            ring.step()
+            yield
+
+    def _weights(self) -> Part:
+        ring, turn = Ring(self.work.stages, 1), Ring(self.work.most, 0)
+        at, _, _ = yield from self.guess.hear(Ring(1, 0))
+        asked = at < self.work.experts * self.work.up
+        if asked:
+            yield from self._fetch(at, ring, self.weights)
+        at, _, _ = yield from self.box.hear(turn)
+        while at >= 0:
+            if not asked:
+                yield from self._fetch(at, ring, self.weights)
+            asked = False
+            at, _, _ = yield from self.box.hear(turn)
+
+    def _rows(self) -> Part:
+        work, ring, turn = self.work, Ring(self.work.stages, 1), Ring(self.work.most, 0)
+        at, _, _ = yield from self.box.hear(turn)
+        while at >= 0:
+            if at >= work.ups:
+                while work.flags[work.block(at)] < work.up * (2 if work.quant else 1):
+                    yield
+            yield from self._fetch(at, ring, self.x)
+            at, _, _ = yield from self.box.hear(turn)
+
+    def _round(self) -> Part:
+        work, turn = self.work, Ring(self.work.rounds, 0)
+        at, there, _ = yield from self.later.hear(turn)
+        while at >= 0:
+            if there:
+                while work.flags[work.block(at)] < work.up:
+                    yield
+                work.flags[work.block(at)] += 1
+            at, there, _ = yield from self.later.hear(turn)
+
+    def _sums(self, mine: int) -> Part:
+        work, turn, whose, may = self.work, Ring(self.work.most, 0), 0, 1 - mine
+        at, _, place = yield from self.box.hear(turn)
+        while at >= 0:
+            if whose == mine:
+                yield from _wait(self.go[mine], may)
+                ring = Ring(work.stages, place // work.stages & 1, place % work.stages)
+                last = ring.at
+                for k in range(work.steps(at)):
+                    yield from _wait(self.ready[ring.at], ring.phase)
+                    assert self.weights[ring.at] == self.x[ring.at] == (at, k), "a stage holds something else"
+                    if k > 0:
+                        self.free[last].arrive()
+                    last = ring.at
+                    ring.step()
+                    yield
+                self.free[last].arrive()
+                self.go[1 - mine].arrive()
+                yield
+                work.made[at] = work.made.get(at, 0) + 1
+                if at < work.ups:
+                    work.flags[work.block(at)] += 1
+                may ^= 1
+            whose ^= 1
+            at, _, place = yield from self.box.hear(turn)
+
+
+def run(work: Work, programs: int, at_once: int, seed: int, patience: int = 20_000) -> None:
+    """All programs, `at_once` of them on the card, in some order; fails if nothing moves any more"""
+    choose, waiting, running, still = random.Random(seed), programs, list[list[Part]](), 0
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            running.append(Program(work).parts())
+            waiting -= 1
+        parts = choose.choice(running)
+        part = choose.choice(parts)
+        before = work.taken, len(work.made), sum(work.flags)
+        try:
+            for _ in range(choose.choice((1, 1, 3, 20))):
+                next(part)
+        except StopIteration:
+            parts.remove(part)
+            running = [each for each in running if each]
+            still = 0
+            continue
+        still = 0 if before != (work.taken, len(work.made), sum(work.flags)) else still + 1
+        assert still < patience * (1 + len(running)), "everybody waits"
