@@ -23,6 +23,7 @@ from diffusiongemma.ops.quant import FP8, FP8_MAX
 from diffusiongemma.ops.rows_triton import fp8_scale, to_fp8
 
 WIDEST = 16384  # numbers of a row that stay in registers
+KEPT = 512  # rows: of so many, what attention left is to stay in the L2 cache until the experts are done
 LEAST = tl.constexpr(1.1754944e-38)  # a smaller scale is none
 
 
@@ -143,7 +144,7 @@ def _rows_kernel(
 @triton.jit
 def _after_attention_kernel(
     x, branch, post, dense, sparse, x_out, dense_out, dense_scale, sparse_out, sparse_scale, width, eps,
-    LIMIT: tl.constexpr, PIECE: tl.constexpr, HOPPER: tl.constexpr,
+    LIMIT: tl.constexpr, KEEP: tl.constexpr, PIECE: tl.constexpr, HOPPER: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     w_post = load_row(post, width, PIECE)
@@ -153,7 +154,10 @@ def _after_attention_kernel(
     y = load_row(x + row * width, width, PIECE)
     y = added(wide(y), weighed(normed(wide(z), width, eps), w_post))
     y = stored(y, x_out)
-    keep_row(x_out + row * width, y, width, PIECE)  # experts come before it is read
+    if KEEP:
+        keep_row(x_out + row * width, y, width, PIECE)
+    else:
+        store_row(x_out + row * width, y, width, PIECE)
     y = normed(y, width, eps)
     put_row(dense_out, dense_scale, weighed(y, w_dense), row, width, PIECE, LIMIT, HOPPER)
     put_row(sparse_out, sparse_scale, weighed(y, w_sparse), row, width, PIECE, LIMIT, HOPPER)
@@ -215,7 +219,7 @@ def after_attention(
     x_out, to_dense, to_sparse = torch.empty_like(x), rows_like(x, quant), rows_like(x, quant)
     _launch(
         _after_attention_kernel, x, x, branch, post, dense, sparse, x_out, to_dense.values, to_dense.scale,
-        to_sparse.values, to_sparse.scale, x.shape[1], eps, LIMIT=limit_of(quant),
+        to_sparse.values, to_sparse.scale, x.shape[1], eps, LIMIT=limit_of(quant), KEEP=len(x) <= KEPT,
     )  # fmt: skip
     return x_out, to_dense, to_sparse
 
