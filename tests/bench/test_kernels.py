@@ -104,6 +104,7 @@ def test_kernels_that_announce_a_part_exist() -> None:
     }
     names = {name for name, _ in [*BEGIN, *HEADS, *MLP, *SPARSE, *END, *ONE]} - {VENDOR, TORCH}
     assert marks | names <= families().keys()
+    assert families()["experts_kernel"] == EXPERTS, "that of experts which are streamed, in Gluon"
 
 
 def test_trace_of_the_profiler() -> None:

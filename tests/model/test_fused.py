@@ -163,3 +163,44 @@ def test_pairs_that_are_placed_give_what_sorted_ones_do(kind: str | None) -> Non
         assert few not in calls
     assert all(close(a, b, 1e-5) for a, b in zip(found[512], found[0], strict=True))
     assert torch.equal(found[16][0], found[0][0])
+
+
+@pytest.mark.parametrize(("streamed", "placing"), [(True, 512), (True, 0), (False, 512)])
+def test_beside_experts_that_are_streamed_the_mlp_is_slim_and_comes_after_the_router(
+    streamed: bool, placing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once a layer, and before the experts; where pairs are not placed nothing is streamed."""
+    torch.manual_seed(3)
+    model, pool, ops, calls = network(), CachePool(CONFIG, 1 << 20, torch.float32), torch_ops(), list[str]()
+    assert prepare(model, ops) == []
+
+    def noted(name: str, call: Any) -> Any:
+        def run(*args: Any, **options: Any) -> Any:
+            calls.append(name)
+            return call(*args, **options)
+
+        return run
+
+    def geglu(x: Any, weight: Any, slim: bool = False) -> Any:
+        calls.append("slim" if slim else "mlp")
+        return ops.geglu(x, weight)
+
+    watched = replace(
+        ops, geglu=geglu, route=noted("router", ops.route), place=noted("router", ops.place),
+        experts=noted("experts", ops.experts), streams=lambda *_: streamed, placing=placing,
+    )  # fmt: skip
+    row, canvas, soft = pool.new_row(60), torch.randint(0, 96, (24,)), torch.randn(24, 128)
+    batch = batch_over(pool, [row], [24])
+    want = FusedNetwork(model, pool, replace(ops, placing=placing)).denoise(canvas, soft, batch)
+    fused = FusedNetwork(model, pool, watched, overlap=("denoise",))
+    monkeypatch.setattr(fused, "_side", object())  # another stream, as on a card
+
+    def begun(work: Any, beside: bool) -> Any:
+        assert beside
+        out = work()
+        return lambda: out
+
+    monkeypatch.setattr(fused, "_begun", begun)
+    assert torch.equal(fused.denoise(canvas, soft, batch), want)
+    layer = ["router", "slim", "experts"] if streamed and placing else ["mlp", "router", "experts"]
+    assert calls[1:] == layer * CONFIG.num_hidden_layers, "after the MLP of self-conditioning"

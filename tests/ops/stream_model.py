@@ -1,8 +1,9 @@
 """How the parts of a program that streams experts wait for each other (`ops/stream_gluon.py`, `ops/experts_gluon.py`),
 as generators that a test runs in any order. Triton's interpreter knows no Gluon: the kernel itself needs a card.
 
-Every `yield` is a place where another part may run. `rows`: of each block, whether it has any; blocks from E on are
-those beyond the first.
+Every `yield` is a place where another part may run. What is not here: copies that arrive after they were asked for,
+the launch before, and the order in which memory is seen: a flag and what it stands for are seen as they were written.
+`rows`: of each block, whether it has any; blocks from E on are those beyond the first.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class Work:
     taken: int = 0
     flags: list[int] = field(default_factory=list)
     made: dict[int, int] = field(default_factory=dict)
+    rounded: dict[int, int] = field(default_factory=dict)  # by tiles of the first product: their part of the rows
 
     def __post_init__(self) -> None:
         self.flags = [0] * len(self.rows)
@@ -100,6 +102,10 @@ class Work:
 
     def block(self, at: int) -> int:
         return at // self.up if at < self.ups else (at - self.ups) // self.down
+
+    def all_in(self, done: dict[int, int], block: int) -> bool:
+        """Are all tiles of a block's first product among them?"""
+        return all(at in done for at in range(block * self.up, (block + 1) * self.up))
 
     def steps(self, at: int) -> int:
         return self.up_steps if at < self.ups else self.down_steps
@@ -166,6 +172,7 @@ class Program:
             if at >= work.ups:
                 while work.flags[work.block(at)] < work.up * (2 if work.quant else 1):
                     yield
+                assert work.all_in(work.rounded if work.quant else work.made, work.block(at)), "rows not there yet"
             yield from self._fetch(at, ring, self.x)
             at, _, _ = yield from self.box.hear(turn)
 
@@ -176,6 +183,10 @@ class Program:
             if there:
                 while work.flags[work.block(at)] < work.up:
                     yield
+                assert work.all_in(work.made, work.block(at)), "rounded before it was made"
+                yield
+                work.rounded[at] = work.rounded.get(at, 0) + 1
+                yield
                 work.flags[work.block(at)] += 1
             at, there, _ = yield from self.later.hear(turn)
 
@@ -199,6 +210,7 @@ class Program:
                 self.go[1 - mine].arrive()
                 yield
                 work.made[at] = work.made.get(at, 0) + 1
+                yield
                 if at < work.ups:
                     work.flags[work.block(at)] += 1
                 may ^= 1
