@@ -64,7 +64,7 @@ EARLY = True
 
 def early() -> dict[str, bool]:
     """Options of a launch that may begin before the one before it has ended. Its kernel must call `gdc_wait` before it
-    reads what that one writes, and before it writes anything."""
+    reads what that one writes, and before it writes anything that others know."""
     return {"launch_pdl": True} if EARLY and not interpreted() else {}
 
 

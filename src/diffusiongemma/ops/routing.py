@@ -65,7 +65,9 @@ class Placed:
     share: Tensor  # float32 [E, N]: of each pair in `lists` its weight
     counts: Tensor  # int32 [E + 1]: of each expert how many, then how many blocks there are beyond the first
     beyond: Tensor  # int32 [most]: where in `lists`, flat, each of these begins
-    marks: Tensor  # int32 [4 + blocks] of zeros: how far programs are that share the work (`experts_gluon.py`)
+    # int32 [4 + blocks] or more, zeros, for one launch of `experts_gluon.py`: the next tile's number, three spare,
+    # and of each block how much is done
+    marks: Tensor
     block: int
     top_k: int
 
@@ -75,7 +77,7 @@ def most_beyond(pairs: int, block: int) -> int:
     return max(1, (pairs - 1) // block)
 
 
-LEAST_BLOCK = 16
+LEAST_BLOCK = 16  # of `tiles.block_rows`: smaller ones would be more
 
 
 def counters(experts: int, pairs: int) -> tuple[int, int]:

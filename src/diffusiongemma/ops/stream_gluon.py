@@ -5,8 +5,9 @@ mailboxes by which a part learns what comes next, and the rounding of rows betwe
 
 A tile is 64 outputs of the first product with their gates, or 128 of the second, of one block of rows. Tiles are
 numbered: first those of the first product, block by block, then those of the second. A program takes the next number
-whenever it has room, so that programs which wait longer for memory do less. Nobody waits for a tile that no running
-program has taken: however many programs the card runs at once, the work ends.
+whenever it has room, so that programs which wait longer for memory do less. The second product waits for tiles with
+lower numbers only, which running programs have taken; who rounds may wait for tiles that nobody has taken yet, but
+holds nobody up until ROUNDS more are told. So, however many programs the card runs at once, the work ends.
 
 In Gluon, Triton's lower level, because each warp has its own work here: one keeps asking for weights, without pause.
 
@@ -114,6 +115,7 @@ def plan_part(box, told, heard, guess, guessed, unused, later, later_told, later
     later_slot = 0
     later_phase = 1
     place = 0
+    # Written before the launch before has ended: no other kernel knows `marks`, and they are zero since the one before.
     at = gl.atomic_add(marks, 1, sem="relaxed", scope="gpu")
     tell(guess, guessed, unused, slot, phase, at, 0, 0, 0, 1)
     wait_before()
