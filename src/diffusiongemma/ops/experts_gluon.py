@@ -1,5 +1,4 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
-# ruff: noqa: RUF059  (a message has four numbers, and not every part needs them all)
 """Both products of the experts, and the rounding between them, in one launch that never stops reading weights.
 
 For few rows an expert (one user's canvas) the time is that of reading all experts once. Two kernels of many programs
@@ -29,7 +28,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
@@ -42,16 +40,13 @@ from diffusiongemma.ops.fused import Rows
 from diffusiongemma.ops.kernels import early, launch
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.routing import Placed
+from diffusiongemma.ops.stream_copies_gluon import rows_part, weights_part
 from diffusiongemma.ops.stream_gluon import (
     MOST,
     ROUNDS,
     barrier,
-    bulk_copy,
-    copy,
-    fence_global,
     following,
     hear,
-    let_next,
     mailbox,
     plan_part,
     round_part,
@@ -59,97 +54,6 @@ from diffusiongemma.ops.stream_gluon import (
 )
 
 STAGES = {32: 6, 64: 5}  # for blocks of so many rows: 120 KB, so that the dense MLP fits beside it
-
-
-@gluon.jit
-def _fetch(w, row, second, ring, ready, free, stage, phase, STEPS: gl.constexpr, BK: gl.constexpr,
-           STAGES: gl.constexpr, BYTES: gl.constexpr):  # fmt: skip
-    """Two times 64 rows of a weight, as many stages as K has"""
-    for k in range(STEPS):
-        mbarrier.wait(free.index(stage), phase)
-        mbarrier.expect(ready.index(stage), BYTES)
-        bulk_copy(w, [row, k * BK], ready.index(stage), ring.index(2 * stage))
-        bulk_copy(w, [row + second, k * BK], ready.index(stage), ring.index(2 * stage + 1))
-        stage, phase = following(stage, phase, STAGES)
-    return stage, phase
-
-
-@gluon.jit
-def _weights_part(w_up, w_down, ring, ready, free, box, told, heard, guess, guessed, unused, counts, each,
-                  D: gl.constexpr, I: gl.constexpr, EXPERTS: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-                  BYTES: gl.constexpr):  # fmt: skip
-    UP: gl.constexpr = I // 64
-    DOWN: gl.constexpr = D // 128
-    UP_STEPS: gl.constexpr = (D + BK - 1) // BK
-    DOWN_STEPS: gl.constexpr = (I + BK - 1) // BK
-    stage = 0
-    phase = 1
-    slot = 0
-    turn = 0
-    # The first tile is one of a first block for any routing: nothing has to be there but the weights.
-    at, start, end, place, slot, turn = hear(guess, guessed, unused, slot, turn, 1)
-    slot = 0
-    turn = 0
-    asked = at < EXPERTS * UP
-    if asked:
-        stage, phase = _fetch(w_up, at // UP * (2 * I) + at % UP * 64, I, ring, ready, free, stage, phase, UP_STEPS, BK,
-                              STAGES, BYTES)  # fmt: skip
-    wait_before()
-    ups = (EXPERTS + gl.load(counts + EXPERTS)) * UP
-    at, start, end, place, slot, turn = hear(box, told, heard, slot, turn, MOST)
-    while at >= 0:
-        expert = start // each
-        if not asked:
-            if at < ups:
-                stage, phase = _fetch(w_up, expert * (2 * I) + at % UP * 64, I, ring, ready, free, stage, phase,
-                                      UP_STEPS, BK, STAGES, BYTES)  # fmt: skip
-            else:
-                stage, phase = _fetch(w_down, expert * D + (at - ups) % DOWN * 128, 64, ring, ready, free, stage,
-                                      phase, DOWN_STEPS, BK, STAGES, BYTES)  # fmt: skip
-        asked = False
-        at, start, end, place, slot, turn = hear(box, told, heard, slot, turn, MOST)
-    let_next()
-
-
-@gluon.jit
-def _rows_part(x, h_rows, order, xs, ready, free, box, told, heard, counts, flags, D: gl.constexpr, I: gl.constexpr,
-               EXPERTS: gl.constexpr, TOP_K: gl.constexpr, T: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-               SIZE: gl.constexpr, DONE: gl.constexpr):  # fmt: skip
-    """DONE: what the flag of a block says when its rows are there"""
-    UP: gl.constexpr = I // 64
-    DOWN: gl.constexpr = D // 128
-    lay: gl.constexpr = gl.BlockedLayout([1, 16 // SIZE], [4, 8], [1, 1], [1, 0])
-    c = gl.arange(0, BK, gl.SliceLayout(0, lay))
-    i = gl.arange(0, T, gl.SliceLayout(1, lay))
-    stage = 0
-    phase = 1
-    slot = 0
-    turn = 0
-    wait_before()
-    ups = (EXPERTS + gl.load(counts + EXPERTS)) * UP
-    at, start, end, place, slot, turn = hear(box, told, heard, slot, turn, MOST)
-    while at >= 0:
-        if at < ups:
-            ok = start + i < end
-            token = gl.load(order + start + i, mask=ok, other=0) // TOP_K
-            base = x + gl.expand_dims(token.to(gl.int64) * D, 1) + gl.expand_dims(c, 0)
-            for k in range((D + BK - 1) // BK):
-                mbarrier.wait(free.index(stage), phase)
-                mask = gl.expand_dims(ok, 1) & gl.expand_dims(c < D - k * BK, 0)
-                copy(xs.index(stage), base + k * BK, mask=mask)
-                async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
-                stage, phase = following(stage, phase, STAGES)
-        else:
-            while gl.atomic_add(flags + (at - ups) // DOWN, 0, sem="acquire", scope="gpu") < DONE:
-                pass
-            fence_global()
-            for k in range((I + BK - 1) // BK):
-                mbarrier.wait(free.index(stage), phase)
-                mbarrier.expect(ready.index(stage), T * BK * SIZE)
-                mbarrier.arrive(ready.index(stage), count=31)  # as many as when all threads of this warp bring rows
-                bulk_copy(h_rows, [start, k * BK], ready.index(stage), xs.index(stage))
-                stage, phase = following(stage, phase, STAGES)
-        at, start, end, place, slot, turn = hear(box, told, heard, slot, turn, MOST)
 
 
 @gluon.jit
@@ -294,9 +198,9 @@ def experts_kernel(x, x_scale, w_up, up_scale, w_down, down_scale, hidden, round
                           box, told, heard, counts, flags, each, D, I, EXPERTS, TOP_K, T, BK, STAGES, 0)),
             (_sums_part, (x_scale, up_scale, down_scale, hidden, h_scale, out, order, share, ring, xs, ready, free, go,
                           box, told, heard, counts, flags, each, D, I, EXPERTS, TOP_K, T, BK, STAGES, 1)),
-            (_weights_part, (w_up, w_down, ring, ready, free, box, told, heard, guess, guessed, unused, counts, each, D,
+            (weights_part, (w_up, w_down, ring, ready, free, box, told, heard, guess, guessed, unused, counts, each, D,
                              I, EXPERTS, BK, STAGES, 2 * 64 * BK * SIZE)),
-            (_rows_part, (x, h_rows, order, xs, ready, free, box, told, heard, counts, flags, D, I, EXPERTS, TOP_K, T,
+            (rows_part, (x, h_rows, order, xs, ready, free, box, told, heard, counts, flags, D, I, EXPERTS, TOP_K, T,
                           BK, STAGES, SIZE, DONE)),
             (plan_part, (box, told, heard, guess, guessed, unused, later, later_told, later_heard, counts, beyond,
                          marks, each, UP, D // 128, UP_STEPS, DOWN_STEPS, EXPERTS, T, True)),
@@ -308,9 +212,9 @@ def experts_kernel(x, x_scale, w_up, up_scale, w_down, down_scale, hidden, round
                           heard, counts, flags, each, D, I, EXPERTS, TOP_K, T, BK, STAGES, 0)),
             (_sums_part, (None, None, None, hidden, None, out, order, share, ring, xs, ready, free, go, box, told,
                           heard, counts, flags, each, D, I, EXPERTS, TOP_K, T, BK, STAGES, 1)),
-            (_weights_part, (w_up, w_down, ring, ready, free, box, told, heard, guess, guessed, unused, counts, each, D,
+            (weights_part, (w_up, w_down, ring, ready, free, box, told, heard, guess, guessed, unused, counts, each, D,
                              I, EXPERTS, BK, STAGES, 2 * 64 * BK * SIZE)),
-            (_rows_part, (x, h_rows, order, xs, ready, free, box, told, heard, counts, flags, D, I, EXPERTS, TOP_K, T,
+            (rows_part, (x, h_rows, order, xs, ready, free, box, told, heard, counts, flags, D, I, EXPERTS, TOP_K, T,
                           BK, STAGES, SIZE, DONE)),
             (plan_part, (box, told, heard, guess, guessed, unused, later, later_told, later_heard, counts, beyond,
                          marks, each, UP, D // 128, UP_STEPS, DOWN_STEPS, EXPERTS, T, False)),
