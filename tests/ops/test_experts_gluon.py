@@ -115,6 +115,26 @@ def test_which_experts_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not experts_triton.streams(32, *weights(FP8, width=1024)), "more tiles than who rounds can remember"
 
 
+def test_why_nothing_is_streamed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    card, capability = torch.device("cuda"), [9, 0]
+    monkeypatch.setattr(experts_triton, "interpreted", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: tuple(capability))
+    monkeypatch.setattr(experts_triton.triton, "__version__", "3.6.0+git1")
+    assert experts_triton.unstreamed(card) is None
+    assert experts_triton.unstreamed(torch.device("cpu"))
+    for version in ("3.5.1", "3.10.0", "4.0"):
+        monkeypatch.setattr(experts_triton.triton, "__version__", version)
+        told = experts_triton.unstreamed(card)
+        assert told is not None
+        assert f"3.6 to 3.9, not with {version}" in told
+    capability[0] = 10
+    experts_triton._streaming.cache_clear()
+    with caplog.at_level("INFO"):
+        assert not experts_triton._streaming(card)
+    experts_triton._streaming.cache_clear()
+    assert "two kernels: the kernel is laid out for Hopper (9.0), this card has 10.0" in caplog.text
+
+
 def test_marks_have_room_for_every_block() -> None:
     for experts, tokens, k in ((128, 256, 8), (16, 20, 2), (32, 512, 4)):
         many, first = routing.counters(experts, tokens * k)

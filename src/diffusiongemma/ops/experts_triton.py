@@ -10,6 +10,7 @@ Legend: N tokens, k experts a token, P = N k pairs, E experts, D hidden, I width
 
 from __future__ import annotations
 
+import logging
 import re
 from functools import cache
 
@@ -28,6 +29,11 @@ from diffusiongemma.ops.routing_triton import route
 from diffusiongemma.ops.rows_triton import rows_for
 from diffusiongemma.ops.tiles import block_rows, format_of
 
+log = logging.getLogger(__name__)
+
+WIDEST = 896  # of an expert that is streamed: a block's tiles of the first product fit `stream_gluon.ROUNDS`
+TRIED = ((3, 6), (3, 9))  # versions of Triton that compile the kernel in Gluon, a language that still changes
+
 
 def supported(device: torch.device, up: Tensor, down: Tensor) -> str | None:
     """Why the experts with these weights, of [E, 2 I, D] and [E, D, I], cannot run here, or None."""
@@ -35,16 +41,26 @@ def supported(device: torch.device, up: Tensor, down: Tensor) -> str | None:
     return product_triton.supported(device, up, hidden, gated=True) or product_triton.supported(device, down, width)
 
 
-WIDEST = 896  # of an expert that is streamed: a block's tiles of the first product fit `stream_gluon.ROUNDS`
+def unstreamed(device: torch.device) -> str | None:
+    """Why no experts are streamed on this device, or None"""
+    if interpreted() or device.type != "cuda":
+        return "Gluon has no interpreter"
+    found = torch.cuda.get_device_capability(device)
+    if found[0] != 9:
+        return f"the kernel is laid out for Hopper (9.0), this card has {found[0]}.{found[1]}"
+    version = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])
+    if not TRIED[0] <= version <= TRIED[1]:
+        first, last = (".".join(map(str, each)) for each in TRIED)
+        return f"the kernel was tried with Triton {first} to {last}, not with {triton.__version__}"
+    return None
 
 
 @cache
 def _streaming(device: torch.device) -> bool:
-    """Tensor cores and Triton as the kernels in Gluon want them: Hopper's, and 3.6 at least"""
-    version = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])
-    if interpreted() or device.type != "cuda" or version < (3, 6):
-        return False
-    return torch.cuda.get_device_capability(device)[0] == 9
+    reason = unstreamed(device)
+    if reason is not None and device.type == "cuda":
+        log.info("the products of the experts are two kernels: %s", reason)
+    return reason is None
 
 
 def streams(block: int, up: Tensor, down: Tensor) -> bool:
