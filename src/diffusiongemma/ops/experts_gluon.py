@@ -45,12 +45,12 @@ from diffusiongemma.ops.stream_gluon import (
     MOST,
     ROUNDS,
     barrier,
+    begin,
     following,
     hear,
     mailbox,
     plan_part,
     round_part,
-    wait_before,
 )
 
 STAGES = {32: 6, 64: 5}  # for blocks of so many rows: 120 KB, so that the dense MLP fits beside it
@@ -107,11 +107,7 @@ def _sums_part(x_scale, up_scale, down_scale, hidden, h_scale, out, order, share
     column = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, wide)), 0)
     whose = 0
     may = 1 - MINE
-    slot = 0
-    turn = 0
-    wait_before()
-    ups = (EXPERTS + gl.load(counts + EXPERTS)) * UP
-    at, start, end, place, slot, turn = hear(box, told, heard, slot, turn, MOST)
+    ups, at, start, end, place, slot, turn = begin(box, told, heard, counts, EXPERTS, UP)
     while at >= 0:
         if whose == MINE:
             ok = start + i < end
@@ -192,30 +188,30 @@ def experts_kernel(x, x_scale, w_up, up_scale, w_down, down_scale, hidden, round
     guess, guessed, unused = mailbox(1, 1)
     later, later_told, later_heard = mailbox(ROUNDS if QUANT else 1, 1)
     fence_async_shared()
-    if QUANT:
+    if QUANT:  # Gluon keeps no lists of parts: those that both have stand here twice
         gl.warp_specialize([
             (_sums_part, (x_scale, up_scale, down_scale, hidden, h_scale, out, order, share, ring, xs, ready, free, go,
                           box, told, heard, counts, flags, each, D, I, EXPERTS, TOP_K, T, BK, STAGES, 0)),
             (_sums_part, (x_scale, up_scale, down_scale, hidden, h_scale, out, order, share, ring, xs, ready, free, go,
                           box, told, heard, counts, flags, each, D, I, EXPERTS, TOP_K, T, BK, STAGES, 1)),
             (weights_part, (w_up, w_down, ring, ready, free, box, told, heard, guess, guessed, unused, counts, each, D,
-                             I, EXPERTS, BK, STAGES, 2 * 64 * BK * SIZE)),
+                            I, EXPERTS, BK, STAGES, 2 * 64 * BK * SIZE)),
             (rows_part, (x, h_rows, order, xs, ready, free, box, told, heard, counts, flags, D, I, EXPERTS, TOP_K, T,
-                          BK, STAGES, SIZE, DONE)),
+                         BK, STAGES, SIZE, DONE)),
             (plan_part, (box, told, heard, guess, guessed, unused, later, later_told, later_heard, counts, beyond,
                          marks, each, UP, D // 128, UP_STEPS, DOWN_STEPS, EXPERTS, T, True)),
             (round_part, (hidden, rounded, h_scale, later, later_told, later_heard, flags, I, APART, WIDTH, UP)),
         ], [4, 1, 1, 1, 1], [REGISTERS, FEW, FEW, FEW, FEW])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_sums_part, (None, None, None, hidden, None, out, order, share, ring, xs, ready, free, go, box, told,
-                          heard, counts, flags, each, D, I, EXPERTS, TOP_K, T, BK, STAGES, 0)),
-            (_sums_part, (None, None, None, hidden, None, out, order, share, ring, xs, ready, free, go, box, told,
-                          heard, counts, flags, each, D, I, EXPERTS, TOP_K, T, BK, STAGES, 1)),
+            (_sums_part, (x_scale, up_scale, down_scale, hidden, h_scale, out, order, share, ring, xs, ready, free, go,
+                          box, told, heard, counts, flags, each, D, I, EXPERTS, TOP_K, T, BK, STAGES, 0)),
+            (_sums_part, (x_scale, up_scale, down_scale, hidden, h_scale, out, order, share, ring, xs, ready, free, go,
+                          box, told, heard, counts, flags, each, D, I, EXPERTS, TOP_K, T, BK, STAGES, 1)),
             (weights_part, (w_up, w_down, ring, ready, free, box, told, heard, guess, guessed, unused, counts, each, D,
-                             I, EXPERTS, BK, STAGES, 2 * 64 * BK * SIZE)),
+                            I, EXPERTS, BK, STAGES, 2 * 64 * BK * SIZE)),
             (rows_part, (x, h_rows, order, xs, ready, free, box, told, heard, counts, flags, D, I, EXPERTS, TOP_K, T,
-                          BK, STAGES, SIZE, DONE)),
+                         BK, STAGES, SIZE, DONE)),
             (plan_part, (box, told, heard, guess, guessed, unused, later, later_told, later_heard, counts, beyond,
                          marks, each, UP, D // 128, UP_STEPS, DOWN_STEPS, EXPERTS, T, False)),
         ], [4, 1, 1, 1], [REGISTERS, FEW, FEW, FEW])  # fmt: skip

@@ -64,7 +64,8 @@ def _streaming(device: torch.device) -> bool:
 
 
 def streams(block: int, up: Tensor, down: Tensor) -> bool:
-    """Can these experts, [E, 2 I, D] and [E, D, I], be streamed for pairs in blocks of so many rows?"""
+    """Can these experts, [E, 2 I, D] and [E, D, I], be streamed for pairs in blocks of so many rows? (Those that
+    `experts_gluon.STAGES` knows, which may not be importable here.)"""
     hidden, width = down.shape[1:3]
     if up.dtype != down.dtype or up.dtype not in (torch.bfloat16, FP8) or block not in (32, 64):
         return False

@@ -13,13 +13,13 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from diffusiongemma.ops.stream_gluon import (
     MOST,
+    begin,
     bulk_copy,
     copy,
     fence_global,
     following,
     hear,
     let_next,
-    wait_before,
 )
 
 
@@ -38,8 +38,8 @@ def _fetch(w, row, second, ring, ready, free, stage, phase, STEPS: gl.constexpr,
 
 @gluon.jit
 def weights_part(w_up, w_down, ring, ready, free, box, told, heard, guess, guessed, unused, counts, each,
-                  D: gl.constexpr, I: gl.constexpr, EXPERTS: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-                  BYTES: gl.constexpr):  # fmt: skip
+                 D: gl.constexpr, I: gl.constexpr, EXPERTS: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+                 BYTES: gl.constexpr):  # fmt: skip
     UP: gl.constexpr = I // 64
     DOWN: gl.constexpr = D // 128
     UP_STEPS: gl.constexpr = (D + BK - 1) // BK
@@ -50,15 +50,11 @@ def weights_part(w_up, w_down, ring, ready, free, box, told, heard, guess, guess
     turn = 0
     # The first tile is one of a first block for any routing: nothing has to be there but the weights.
     at, start, end, place, slot, turn = hear(guess, guessed, unused, slot, turn, 1)
-    slot = 0
-    turn = 0
     asked = at < EXPERTS * UP
     if asked:
         stage, phase = _fetch(w_up, at // UP * (2 * I) + at % UP * 64, I, ring, ready, free, stage, phase, UP_STEPS, BK,
                               STAGES, BYTES)  # fmt: skip
-    wait_before()
-    ups = (EXPERTS + gl.load(counts + EXPERTS)) * UP
-    at, start, end, place, slot, turn = hear(box, told, heard, slot, turn, MOST)
+    ups, at, start, end, place, slot, turn = begin(box, told, heard, counts, EXPERTS, UP)
     while at >= 0:
         expert = start // each
         if not asked:
@@ -75,8 +71,8 @@ def weights_part(w_up, w_down, ring, ready, free, box, told, heard, guess, guess
 
 @gluon.jit
 def rows_part(x, h_rows, order, xs, ready, free, box, told, heard, counts, flags, D: gl.constexpr, I: gl.constexpr,
-               EXPERTS: gl.constexpr, TOP_K: gl.constexpr, T: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-               SIZE: gl.constexpr, DONE: gl.constexpr):  # fmt: skip
+              EXPERTS: gl.constexpr, TOP_K: gl.constexpr, T: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+              SIZE: gl.constexpr, DONE: gl.constexpr):  # fmt: skip
     """DONE: what the flag of a block says when its rows are there"""
     UP: gl.constexpr = I // 64
     DOWN: gl.constexpr = D // 128
@@ -85,11 +81,7 @@ def rows_part(x, h_rows, order, xs, ready, free, box, told, heard, counts, flags
     i = gl.arange(0, T, gl.SliceLayout(1, lay))
     stage = 0
     phase = 1
-    slot = 0
-    turn = 0
-    wait_before()
-    ups = (EXPERTS + gl.load(counts + EXPERTS)) * UP
-    at, start, end, place, slot, turn = hear(box, told, heard, slot, turn, MOST)
+    ups, at, start, end, place, slot, turn = begin(box, told, heard, counts, EXPERTS, UP)
     while at >= 0:
         if at < ups:
             ok = start + i < end

@@ -92,6 +92,17 @@ def hear(box, told, heard, slot, phase, SLOTS: gl.constexpr):
 
 
 @gluon.jit
+def begin(box, told, heard, counts, EXPERTS: gl.constexpr, UP: gl.constexpr):
+    """When the launch before has ended: how many tiles the first product has, and then as `hear`, the first message"""
+    slot = 0
+    turn = 0
+    wait_before()
+    ups = (EXPERTS + gl.load(counts + EXPERTS)) * UP
+    at, start, end, place, slot, turn = hear(box, told, heard, slot, turn, MOST)
+    return ups, at, start, end, place, slot, turn
+
+
+@gluon.jit
 def tell(box, told, heard, slot, phase, at, start, end, place, SLOTS: gl.constexpr):
     lay: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     n = gl.arange(0, 4, lay)
