@@ -1,0 +1,142 @@
+# ruff: noqa: E402
+"""Microseconds a layer of the 26B-A4B, with experts that are streamed and with two kernels: the same bits? How fast?
+
+    python3 scripts/bench_layers.py [--quant fp8|bf16|int4] [--layers 4] [--rounds 9]
+
+Canvases of one and of two users over 512 tokens, and a prompt of 512, through a few layers of random weights: a CUDA
+graph each, replayed by turns, medians. (Weights that are not streamed take the same way twice.) The exit code is 1 if a
+bit differs. Without a GPU, --tiny checks the script itself, in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "ops")]
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    import triton_cpu  # noqa: F401  # turns Triton's interpreter on, before Triton is imported
+
+from diffusiongemma.config import FULL, SLIDING, ModelConfig
+from diffusiongemma.engine import Limits
+from diffusiongemma.engine.fast import FastRunner
+from diffusiongemma.model.backend import triton_ops
+from diffusiongemma.model.fused import Batch
+from diffusiongemma.model.quantize import Scheme, random_network
+from diffusiongemma.ops import kernels
+from diffusiongemma.ops.attention_cached import New
+
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+USERS, AT_ONCE = 2, 12
+
+
+def config_of(layers: int, tiny: bool) -> ModelConfig:
+    kinds = (SLIDING,) * (layers - 1) + (FULL,)
+    if not tiny:
+        return ModelConfig.preset("26b-a4b", num_hidden_layers=layers, layer_types=kinds, vocab_size=4096)
+    return ModelConfig.preset(
+        "tiny", vocab_size=384, hidden_size=128, intermediate_size=64, moe_intermediate_size=64,
+        num_hidden_layers=layers, layer_types=kinds, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        num_global_key_value_heads=1, global_head_dim=32, num_experts=16, top_k_experts=2, sliding_window=8,
+        canvas_length=8, eos_token_ids=(1,),
+    )  # fmt: skip
+
+
+def recorded(work: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+    """-> what runs it again, and where its result lies"""
+    if not CUDA:
+        return work, work()
+    with kernels.compiling():
+        work()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        out = work()
+    return graph.replay, out
+
+
+def microseconds(replays: list[Callable[[], object]], rounds: int) -> list[float]:
+    found: list[list[float]] = [[] for _ in replays]
+    for _ in range(rounds):
+        for replay, times in zip(replays, found, strict=True):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            replay()
+            begin.record()
+            for _ in range(AT_ONCE):
+                replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3 / AT_ONCE)
+    return [statistics.median(times) for times in found]
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quant", choices=("fp8", "bf16", "int4"), default="fp8")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--tiny", action="store_true")
+    args = parser.parse_args()
+    if not (CUDA or args.tiny):
+        parser.error("there is no GPU: --tiny checks the script itself")
+    config = config_of(args.layers, args.tiny)
+    scheme = None if args.quant == "bf16" else Scheme.parse(args.quant, 64 if args.quant == "int4" else None)
+    torch.manual_seed(0)
+    model = random_network(config, scheme, DEVICE, torch.bfloat16, std=0.02)
+    limits = Limits(max_bytes=1 << (22 if args.tiny else 31), max_rows=USERS, chunk=16 if args.tiny else 2048)
+    runner = FastRunner(model, triton_ops(), limits, graphs=CUDA)
+    network, (width, prefix) = runner.network, (8, 16) if args.tiny else (256, 512)
+    rows = [runner.new_row(prefix + width) for _ in range(USERS)]
+    x = torch.randn(USERS * prefix, config.hidden_size).to(DEVICE, model.dtype)
+
+    def batch_of(users: int, each: int, held: int) -> Batch:
+        numbers = {"dtype": torch.int32, "device": DEVICE}
+        return Batch(
+            runner.pool.offsets(rows[:users]).to(DEVICE), torch.full((users,), held, **numbers),
+            torch.arange(held, held + each, **numbers).repeat(users),
+            New(torch.arange(users + 1, **numbers) * each, each), runner.pool.reach_for(prefix + width),
+        )  # fmt: skip
+
+    def pass_of(mode: Literal["encode", "denoise"], users: int, each: int, held: int) -> Callable[[], Tensor]:
+        batch = batch_of(users, each, held)
+        return lambda: network._run(mode, x[: users * each], batch)
+
+    print(f"{args.quant}, {args.layers} layers, {torch.cuda.get_device_name() if CUDA else 'no card'}")
+    pass_of("encode", USERS, prefix, 0)()  # fills the caches
+    ways, unequal = [triton_ops(stream=stream) for stream in (False, True)], 0
+    cases = {
+        "one user's canvas": pass_of("denoise", 1, width, prefix),
+        "two users' canvases": pass_of("denoise", 2, width, prefix),
+        f"a prompt of {prefix}": pass_of("encode", 1, prefix, 0),
+    }
+    for name, work in cases.items():
+        replays, bits = [], []
+        for network.ops in ways:
+            replay, out = recorded(work)
+            replay()
+            replays.append(replay)
+            bits.append(out.clone())
+        same = torch.equal(*bits)
+        unequal += not same
+        before, after = [us / args.layers for us in microseconds(replays, args.rounds)] if CUDA else [1.0, 1.0]
+        told = f"two kernels {before:.1f} us a layer, streamed {after:.1f} ({after / before:.3f})" if CUDA else ""
+        print(f"{name:<22}{told}; bits {'equal' if same else 'DIFFER'}", flush=True)
+    sys.exit(1 if unequal else 0)
+
+
+if __name__ == "__main__":
+    main()
