@@ -169,14 +169,19 @@ def test_pairs_that_are_placed_give_what_sorted_ones_do(kind: str | None) -> Non
 def test_beside_experts_that_are_streamed_the_mlp_is_slim_and_comes_after_the_router(
     streamed: bool, placing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once a layer, and before the experts; where pairs are not placed nothing is streamed."""
+    """Once a layer, and before the experts; where pairs are not placed nothing is streamed. What stands between
+    attention and streamed experts lets them be launched early, and nothing else does."""
     torch.manual_seed(3)
     model, pool, ops, calls = network(), CachePool(CONFIG, 1 << 20, torch.float32), torch_ops(), list[str]()
     assert prepare(model, ops) == []
+    eagerly = list[bool]()
 
     def noted(name: str, call: Any) -> Any:
         def run(*args: Any, **options: Any) -> Any:
-            calls.append(name)
+            if name != "norms":
+                calls.append(name)
+            if "eager" in options:
+                eagerly.append(options["eager"])
             return call(*args, **options)
 
         return run
@@ -187,7 +192,8 @@ def test_beside_experts_that_are_streamed_the_mlp_is_slim_and_comes_after_the_ro
 
     watched = replace(
         ops, geglu=geglu, route=noted("router", ops.route), place=noted("router", ops.place),
-        experts=noted("experts", ops.experts), streams=lambda *_: streamed, placing=placing,
+        experts=noted("experts", ops.experts), after_attention=noted("norms", ops.after_attention),
+        streams=lambda *_: streamed, placing=placing,
     )  # fmt: skip
     row, canvas, soft = pool.new_row(60), torch.randint(0, 96, (24,)), torch.randn(24, 128)
     batch = batch_over(pool, [row], [24])
@@ -204,3 +210,5 @@ def test_beside_experts_that_are_streamed_the_mlp_is_slim_and_comes_after_the_ro
     assert torch.equal(fused.denoise(canvas, soft, batch), want)
     layer = ["router", "slim", "experts"] if streamed and placing else ["mlp", "router", "experts"]
     assert calls[1:] == layer * CONFIG.num_hidden_layers, "after the MLP of self-conditioning"
+    each = 2 if placing else 1  # norms, and where pairs are placed the router
+    assert eagerly == [streamed and placing > 0] * (each * CONFIG.num_hidden_layers)

@@ -40,6 +40,7 @@ class Ops:
 
     name: str
     norm_rows: Callable[..., Rows]
+    # `eager`, of this and `place`: what follows may be launched before their turn has come (`early_triton.run`)
     after_attention: Callable[..., tuple[Tensor, Rows, Rows]]
     after_feed_forward: Callable[..., tuple[Tensor, Rows]]
     quantize_rows: Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]
@@ -93,7 +94,7 @@ def torch_ops() -> Ops:
     return Ops(
         "torch",
         fused.norm_rows,
-        fused.after_attention,
+        _torch_after_attention,
         fused.after_feed_forward,
         fused.quantize_rows,
         fused.rope_at,
@@ -114,6 +115,10 @@ def torch_ops() -> Ops:
     )
 
 
+def _torch_after_attention(*args: Any, eager: bool = False) -> tuple[Tensor, Rows, Rows]:
+    return fused.after_attention(*args)
+
+
 def _torch_linear(x: Rows, weight: Weight, slim: bool = False) -> Tensor:
     return product.product(x, *weight).values
 
@@ -127,8 +132,9 @@ def _like(x: Rows, hidden: Rows) -> Rows:
 
 
 def _torch_place(
-    x: Tensor, proj: Tensor, scale: Tensor, per_expert: Tensor, top_k: int, eps: float, up: Weight, *, counts: Tensor
-) -> tuple[Tensor, Tensor, Placed]:
+    x: Tensor, proj: Tensor, scale: Tensor, per_expert: Tensor, top_k: int, eps: float, up: Weight, *, counts: Tensor,
+    eager: bool = False,
+) -> tuple[Tensor, Tensor, Placed]:  # fmt: skip
     index, weight = fused.route(x, proj, scale, per_expert, top_k, eps)
     return index, weight, routing.place(index, weight, len(proj), block_rows(index.numel(), len(proj)))
 
@@ -193,10 +199,11 @@ def triton_ops(exact: bool = False, few: bool = True, stream: bool = True) -> Op
         return router_triton.route(x, proj, *rest) if kernel else fused.route(x, proj, *rest)
 
     def place(
-        x: Tensor, proj: Tensor, scale: Tensor, per_expert: Tensor, k: int, eps: float, up: Weight, *, counts: Tensor
-    ) -> tuple[Tensor, Tensor, Placed]:
+        x: Tensor, proj: Tensor, scale: Tensor, per_expert: Tensor, k: int, eps: float, up: Weight, *, counts: Tensor,
+        eager: bool = False,
+    ) -> tuple[Tensor, Tensor, Placed]:  # fmt: skip
         block = block_rows(len(x) * k, len(proj), format_of(up[0]))
-        return router_triton.place(x, proj, scale, per_expert, k, eps, block, counts)
+        return router_triton.place(x, proj, scale, per_expert, k, eps, block, counts, eager)
 
     def linear(x: Rows, weight: Weight, slim: bool = False) -> Tensor:
         w, scale = weight

@@ -216,15 +216,17 @@ class FusedNetwork:
             x, to_dense, to_sparse, index, weight = routed
             join = self._begun(lambda: layer.mlp(ops, to_dense), beside)
         else:
-            x, to_dense, to_sparse = ops.after_attention(x, branch, *norms, self.eps, quant)
-            # Experts that are streamed stay on all multiprocessors: they are to be there first, with room beside them.
-            slim = beside and counts is not None and ops.streams(len(x), router.top_k, layer.up, layer.down)
+            # Experts that are streamed stay on all multiprocessors: they are to be there first, with weights on their
+            # way before their turn has come, and room beside them.
+            streamed = counts is not None and ops.streams(len(x), router.top_k, layer.up, layer.down)
+            x, to_dense, to_sparse = ops.after_attention(x, branch, *norms, self.eps, quant, eager=streamed)
+            slim = beside and streamed
             if not slim:
                 join = self._begun(lambda: layer.mlp(ops, to_dense), beside)
             if counts is None:
                 index, weight = ops.route(x, *router, self.eps)
             else:
-                index, weight, placed = ops.place(x, *router, self.eps, layer.up, counts=counts)
+                index, weight, placed = ops.place(x, *router, self.eps, layer.up, counts=counts, eager=streamed)
             if slim:
                 join = self._begun(lambda: layer.mlp(ops, to_dense, slim=True), beside)
         sparse = ops.experts(ops.rows_for(to_sparse, layer.up), index, weight, layer.up, layer.down, placed)

@@ -4,6 +4,10 @@
 A layer is a chain of small kernels, and between two of them the card idles for a microsecond or two. `run` lets the
 next be launched early; `ready`, in its kernel, waits until all that came before is done and visible. Before that line
 a kernel may only read constants.
+
+Where a kernel behind a few small ones has much to do before its turn (experts that are streamed fill their ring), these
+are launched eagerly: each lets the next be launched before it waits itself. None waits for less: a kernel ends when its
+own wait is over, so whoever waits for it waits for all before it. (Elsewhere that gained nothing, `docs/log.md`.)
 """
 
 from __future__ import annotations
@@ -20,16 +24,24 @@ from diffusiongemma.ops.kernels import early, interpreted, launch
 SEPARATE = {"enable_fp_fusion": False}  # of a launch: no product is fused with a sum, so that others round alike
 
 
+EAGER = tl.constexpr(2)  # of HOPPER
+
+
 @triton.jit
 def ready(HOPPER: tl.constexpr):
-    if HOPPER:
+    """HOPPER: 0 in the interpreter, else 1, or EAGER"""
+    if HOPPER == EAGER:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    elif HOPPER:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
 
-def run(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
+def run(kernel: Any, programs: int, *args: Any, eager: Any = False, **options: Any) -> None:
     """Launch a kernel whose programs all call `ready(HOPPER)` before they read what others write, or write."""
-    launch(kernel, programs, *args, HOPPER=not interpreted(), **options, **early())
+    hopper = 0 if interpreted() else EAGER.value if eager else 1
+    launch(kernel, programs, *args, HOPPER=hopper, **options, **early())
 
 
 @cache

@@ -228,7 +228,8 @@ def experts_streamed(
 ) -> Tensor:
     """As `experts_triton.experts_pairs`, bit for bit: x [N, D], in fp8 where the weights are -> [N k, D].
 
-    `placed.marks` must be zero before the launch before this one begins: the first tile is taken before that has ended.
+    `placed.marks` must be zero when this begins, and that is before the launches before it have ended, as far back as
+    they are eager (`early_triton`): the first tile is taken then.
     """
     (experts, hidden_size, width), tokens = down.shape, len(x.values)
     quant = up.dtype == FP8

@@ -212,14 +212,21 @@ def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def after_attention(
-    x: Tensor, branch: Tensor, post: Tensor, dense: Tensor, sparse: Tensor, eps: float, quant: torch.dtype | None = None
+    x: Tensor,
+    branch: Tensor,
+    post: Tensor,
+    dense: Tensor,
+    sparse: Tensor,
+    eps: float,
+    quant: torch.dtype | None = None,
+    eager: bool = False,
 ) -> tuple[Tensor, Rows, Rows]:
-    """As `fused.after_attention`."""
+    """As `fused.after_attention`; `eager`: as in `early_triton.run`"""
     x, branch = x.contiguous(), branch.contiguous()
     x_out, to_dense, to_sparse = torch.empty_like(x), rows_like(x, quant), rows_like(x, quant)
     _launch(
         _after_attention_kernel, x, x, branch, post, dense, sparse, x_out, to_dense.values, to_dense.scale,
-        to_sparse.values, to_sparse.scale, x.shape[1], eps, LIMIT=limit_of(quant), KEEP=len(x) <= KEPT,
+        to_sparse.values, to_sparse.scale, x.shape[1], eps, LIMIT=limit_of(quant), KEEP=len(x) <= KEPT, eager=eager,
     )  # fmt: skip
     return x_out, to_dense, to_sparse
 

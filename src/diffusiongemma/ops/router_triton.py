@@ -165,8 +165,10 @@ def place(
     eps: float,
     block: int,
     counts: Tensor,
+    eager: bool = False,
 ) -> tuple[Tensor, Tensor, Placed]:
-    """As `fused.route` and `routing.place`. counts: zeros (`routing.counters`), which become counts and marks."""
+    """As `fused.route` and `routing.place`. counts: zeros (`routing.counters`), which become counts and marks.
+    `eager`: as in `early_triton.run`"""
     rows, experts = len(x), len(proj)
     many, first = counters(experts, rows * top_k)
     assert counts.numel() == many, f"{counts.numel()} counters do not fit {experts} experts of {rows} tokens"
@@ -176,7 +178,7 @@ def place(
     share = torch.empty(experts, rows, dtype=torch.float32, device=x.device)
     beyond = torch.empty(most_beyond(rows * top_k, block), dtype=torch.int32, device=x.device)
     to = _to(x, top_k)._replace(lists=lists, place=at, share=share, counts=counts, beyond=beyond)
-    _run(x, proj, scale, per_expert_scale, eps, to, block, blocks_for(rows))
+    _run(x, proj, scale, per_expert_scale, eps, to, block, blocks_for(rows), eager)
     return to.chosen, to.weight, Placed(lists, at, share, counts, beyond, marks, block, top_k)
 
 
@@ -186,7 +188,8 @@ def _to(x: Tensor, top_k: int) -> To:
 
 
 def _run(
-    x: Tensor, proj: Tensor, scale: Tensor, per_expert: Tensor, eps: float, to: To, place: int, b: Blocks
+    x: Tensor, proj: Tensor, scale: Tensor, per_expert: Tensor, eps: float, to: To, place: int, b: Blocks,
+    eager: bool = False,
 ) -> None:  # fmt: skip
     """`place`: rows of the blocks that pairs are placed for; 0: they are not"""
     x, proj = x.contiguous(), proj.contiguous()
@@ -196,10 +199,10 @@ def _run(
     square = torch.empty(parts, rows, dtype=torch.float32, device=x.device)
     run(
         _scores_kernel, triton.cdiv(rows, b.rows) * parts, x, proj, scale, part, square, rows, width,
-        E=experts, PART=b.part, ROWS=b.rows, BLOCK=b.depth, num_warps=b.warps,
+        E=experts, PART=b.part, ROWS=b.rows, BLOCK=b.depth, num_warps=b.warps, eager=eager,
     )  # fmt: skip
     k = to.chosen.shape[1]
     run(
         _pick_kernel, rows, part, square, per_expert, *to, rows, width, eps, E=experts, TOP=k,
-        SLOTS=triton.next_power_of_2(k), PARTS=parts, PLACE=place, num_warps=b.pick_warps, **SEPARATE,
+        SLOTS=triton.next_power_of_2(k), PARTS=parts, PLACE=place, num_warps=b.pick_warps, eager=eager, **SEPARATE,
     )  # fmt: skip

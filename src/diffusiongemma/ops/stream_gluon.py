@@ -126,7 +126,7 @@ def plan_part(box, told, heard, guess, guessed, unused, later, later_told, later
     later_slot = 0
     later_phase = 1
     place = 0
-    # Written before the launch before has ended: no other kernel knows `marks`, and they are zero since the one before.
+    # Written before the launches before have ended: no other kernel knows `marks`, and they are zero since long.
     at = gl.atomic_add(marks, 1, sem="relaxed", scope="gpu")
     tell(guess, guessed, unused, slot, phase, at, 0, 0, 0, 1)
     wait_before()
