@@ -55,7 +55,8 @@ CACHE = 60 << 20
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 LIMITS = {"bf16": 1e-2, "int8": 1e-2, "fp8": 6e-2, "pairs": 6e-2}
-EIGHT = ("fp8", "pairs-64", "pairs-32")  # formats whose activations are fp8
+FOUR = ("pairs-64", "pairs-32")  # 4 bits, in groups
+EIGHT = ("fp8", *FOUR)  # formats whose activations are fp8
 
 
 @dataclass
@@ -445,13 +446,7 @@ def more(shape: Shape) -> list[Tile]:
     first = tiles.candidates(shape)[0]
     rows, few = first.rows, first.rows <= 32
     if shape.format == "pairs":
-        ways = [(1, 0), (2, 0)] if rows != 32 else [(1, 0), (1, 96), (2, 0), (2, 128)]
-        if shape.inputs // 64 % 2:
-            ways = [way for way in ways if way[0] == 1]
-        halves = (False, True) if shape.experts and rows in (32, 64) else (False,)
-        found = [Tile(rows, first.outputs, warps, stages, limit, half, turns)
-                 for warps in ((4,) if few else (4, 8)) for turns, limit in ways for half in halves
-                 for stages in ((3, 4, 6, 8) if few else (3, 5))]  # fmt: skip
+        found = pair_tiles(shape)
     else:
         sizes = {
             (64, 4, 0): (2, 3, 4, 5, 6) if shape.gated else (3, 4, 5, 6, 8),
@@ -467,9 +462,20 @@ def more(shape: Shape) -> list[Tile]:
     return list(dict.fromkeys([first, *fitting]))
 
 
+def pair_tiles(shape: Shape) -> list[Tile]:
+    """For 4-bit weights; with 4 warps, for with 8 the halves of bytes would have to change places. More groups a turn
+    take more registers, but fewer instructions a group."""
+    rows, outputs = tiles.candidates(shape)[0].rows, 64 if shape.gated else 128
+    deep = {1: ((0, 4), (0, 5), (0, 6), (0, 8)), 2: ((0, 3), (0, 4), (0, 5)), 4: ((0, 3), (128, 2), (128, 3))}
+    turns = [turn for turn in deep if shape.inputs // 64 % turn == 0]
+    halves = (False, True) if shape.experts and rows >= 32 else (False,)
+    return [Tile(rows, outputs, 4, stages, registers, half, turn)
+            for half in halves for turn in turns for registers, stages in deep[turn]]  # fmt: skip
+
+
 def brief(tile: Tile) -> str:
     extra = f" r{tile.registers}" * bool(tile.registers) + " half" * tile.half + f" x{tile.turns}" * (tile.turns > 1)
-    extra += f" +{tile.more}" * bool(tile.more) + " ask" * tile.ask
+    extra += f" +{tile.more}" * bool(tile.more)
     return f"{tile.rows}x{tile.outputs} w{tile.warps} s{tile.stages}{extra}"
 
 
@@ -531,7 +537,7 @@ CASES: dict[str, Callable[[Bench], None]] = {
     "read": bench_read,
     "routing": bench_routing,
     "quantise": bench_quantise,
-    **{f"experts-{fmt}": bench_experts(fmt) for fmt in ("bf16", "fp8", "pairs-64", "pairs-32")},
+    **{f"experts-{fmt}": bench_experts(fmt) for fmt in ("bf16", "fp8", *FOUR)},
     **{f"linear-{fmt}": bench_linear(fmt) for fmt in ("fp8", "pairs-64", "int8", "bf16")},
 }
 

@@ -56,16 +56,14 @@ class Matrix:
         """[O, K] float64, as it was before it was quantised"""
         return (self.plain if expert is None else self.plain[expert]).double()
 
-    def wide(self, expert: int | None) -> tuple[Tensor, Tensor]:
-        """[O, K] float64: the numbers that are multiplied, and how large they are while they are summed"""
+    def wide(self, expert: int | None) -> Tensor:
+        """[O, K] float64: the numbers that are multiplied"""
         if self.fmt == "bf16":
-            return self.before(expert), self.before(expert)
+            return self.before(expert)
         q, scale = self.stored if expert is None else (t[expert] for t in self.stored)
         numbers = (quant.unpack_int4(q) if self.fmt == "int4" else q).double()
         scales = scale.double().repeat_interleave(numbers.shape[1] // scale.shape[1], dim=1)
-        wide = numbers * scales
-        # 4-bit numbers are kept plus 8, which comes off at the end of a group: until then the sums are larger.
-        return wide, wide.abs() + 8 * scales if self.fmt == "int4" else wide
+        return numbers * scales
 
     def off(self, expert: int | None) -> Tensor:
         """[O, K]: how far quantising moves its numbers"""
@@ -94,8 +92,8 @@ class Given:
 def product(x: Given, w: Matrix, expert: int | None, form: bool, token: Tensor | None = None) -> Pair:
     """x [N, K], or some tokens of it, times w of [O, K] -> [N, O]; `form`: before any rounding"""
     values = x.wide() if token is None else x.wide()[token]
-    wide, lifted = w.wide(expert)
-    off = _summed(values, lifted, x.eight, w.fmt)
+    wide = w.wide(expert)
+    off = _summed(values, wide, x.eight, w.fmt)
     if not form:
         return values @ wide.t(), off
     plain = (x.plain if token is None else x.plain[token]).double()
@@ -112,10 +110,10 @@ def _size(x: Tensor, w: Tensor) -> Tensor:
 
 
 def _summed(x: Tensor, w: Tensor, eight: bool, fmt: str) -> Tensor:
-    """How far the sums of a product are off; 4-bit numbers are summed twice, with the 8 and without, group by group"""
+    """How far the sums of a product are off; 4-bit numbers are summed group by group"""
     share = sum_float32(x.shape[1])
     if eight:
-        share = 2 * sum_fp8(GROUP) if fmt == "int4" else sum_fp8(x.shape[1])
+        share = sum_fp8(GROUP if fmt == "int4" else x.shape[1])
     return share * _size(x, w)
 
 
@@ -133,7 +131,7 @@ def linear(got: Tensor, x: Given, w: Matrix, form: bool, vendor: bool) -> list[P
     want, off = product(x, w, None, form)
     bounds = [off, to_bf16(want)]
     if vendor:
-        bounds.append(BF16 * _size(x.wide(), w.wide(None)[0]))
+        bounds.append(BF16 * _size(x.wide(), w.wide(None)))
     return [Part("", got, want, together(*bounds))]
 
 
@@ -161,8 +159,8 @@ def _through(x: Given, up: Matrix, down: Matrix, expert: int, form: bool, token:
     """Some tokens through both products of an expert"""
     hidden, off = _gated(product(x, up, expert, form, token))
     off = together(off, to_bf16(hidden), *([to_fp8(hidden)] if x.eight else []))
-    wide, lifted = down.wide(expert)
-    bounds = [_summed(hidden, lifted, x.eight, down.fmt), _size(off, wide)]
+    wide = down.wide(expert)
+    bounds = [_summed(hidden, wide, x.eight, down.fmt), _size(off, wide)]
     if form:
         wide = down.before(expert)
         bounds.append(_size(hidden, down.off(expert)))

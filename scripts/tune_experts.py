@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
-from bench_kernels import CUDA, DEVICE, Stored, brief, microseconds, routed, stored
+from bench_kernels import CUDA, DEVICE, FOUR, Stored, brief, microseconds, pair_tiles, routed, stored
 from torch import Tensor
 
 from diffusiongemma.config import ModelConfig
@@ -176,21 +176,18 @@ def to_try(shape: Shape) -> list[Tile]:
     rows, more = tiles.split(shape.rows)
     halves = (False, True) if rows >= 64 and not more else (False,)
     if shape.format == "pairs":
-        ways = [(half, turn) for half in halves for turn in ((1, 2) if shape.gated else (1,))]
-        return [Tile(rows, 64 if shape.gated else 128, warps, stages, 0, half, turn)
-                for warps in (4, 8) for stages in (3, 5) for half, turn in ways]  # fmt: skip
+        return pair_tiles(shape)
     sizes = [(64, 4), (64, 8), (128, 8), (128, 16)] if shape.gated else [(64, 4), (128, 4), (128, 8), (256, 8)]
     stages = (3, 4, 6) if rows <= 32 else (3, 4) if shape.gated else (4, 6)
-    ways = [(half, ask) for half in halves for ask in (False, not shape.gated and not half)]
-    return [Tile(rows, outputs, warps, n, 0, half, 1, more, bool(ask)) for outputs, warps in sizes for n in stages
-            for half, ask in dict.fromkeys(ways) if (rows > 32 or outputs <= 128)
+    return [Tile(rows, outputs, warps, n, 0, half, 1, more) for outputs, warps in sizes for n in stages
+            for half in halves if (rows > 32 or outputs <= 128)
             and (rows + more) * outputs * (1 + shape.gated) // (32 * warps) <= 160]  # fmt: skip
 
 
 def tune(config: ModelConfig, fmt: str, users: int) -> None:
     work = Work(config, fmt, users * (config.canvas_length if CUDA else 8))
     usual = tiles.block_rows(work.index.numel(), config.num_experts, work.number)
-    blocks = sorted({usual, *((64, 128) if work.number == "pairs" else (64, 128, 160))} if users > 2 else {usual})
+    blocks = sorted({usual, *((32, 64) if work.number == "pairs" else (64, 128, 160))} if users > 2 else {usual})
     jobs: list[tuple[bool, int, Tile, int]] = []
     for gated in (True, False):
         usual_step = tiles.step_of(work.number, work.shape(gated, 16).inputs)
@@ -231,7 +228,7 @@ def report(work: Work, users: int, times: dict[tuple[bool, int, Tile, int], floa
 
 def paste(tile: Tile) -> str:
     plain = Tile(tile.rows, tile.outputs, tile.warps, tile.stages)
-    names = ("registers", "half", "turns", "more", "ask")
+    names = ("registers", "half", "turns", "more")
     rest = [f"{n}={getattr(tile, n)}" for n in names if getattr(tile, n) != getattr(plain, n)]
     return f"Tile({', '.join([str(n) for n in (tile.rows, tile.outputs, tile.warps, tile.stages)] + rest)})"
 
@@ -241,7 +238,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--users", nargs="+", type=int, default=[8, 1], help="canvases of 256 tokens")
-    parser.add_argument("--formats", nargs="+", choices=("fp8", "pairs-64", "pairs-32"), default=["fp8", "pairs-64"])
+    parser.add_argument("--formats", nargs="+", choices=("fp8", *FOUR), default=["fp8", "pairs-64"])
     parser.add_argument("--tiny", action="store_true", help="a small geometry, to check this script")
     args = parser.parse_args()
     small = dict(hidden_size=128, intermediate_size=64, moe_intermediate_size=64, num_experts=16)

@@ -4,6 +4,8 @@ import torch
 from diffusiongemma.errors import InputError
 from diffusiongemma.ops import int4, quant
 
+ORDER = [0, -1, 1, -2, 2, -3, 3, -4, 4, -5, 5, -6, 6, -7, 7, -8]  # the weights that nibbles stand for
+
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("group", [32, 64])
@@ -13,6 +15,7 @@ def test_stored_weights_are_packed_where_they_are(shape: tuple[int, ...], group:
     monkeypatch.setattr(int4, "AT_ONCE", 2 * 256 * 192)
     torch.manual_seed(0)
     words, scale = quant.quantize(torch.randn(shape), quant.parse_format("int4", group))
+    assert len(quant.unpack_int4(words).unique()) == 16
     values, before = quant.dequantize(words, scale), (words.clone(), scale.clone())
     tiles, both = int4.from_stored(words, scale, gated)
     assert (tiles.data_ptr(), both.data_ptr()) == (words.data_ptr(), scale.data_ptr())
@@ -40,7 +43,7 @@ def test_a_byte_holds_what_one_program_makes_side_by_side() -> None:
         tiles, _ = int4.pack_pairs(q, torch.ones(256, 1), gated)
         byte = int(tiles[1, 0, 5, 7])
         row = 69 if gated else 133
-        assert [(byte & 15) - 8, (byte >> 4) - 8] == [int(q[row, 7]), int(q[row + apart, 7])]
+        assert [ORDER[byte & 15], ORDER[byte >> 4]] == [int(q[row, 7]), int(q[row + apart, 7])]
 
 
 def test_what_pairs_cannot_hold_is_refused() -> None:
@@ -55,7 +58,7 @@ def test_what_pairs_cannot_hold_is_refused() -> None:
         int4.pack_pairs(q, torch.full((128, 2), torch.inf), False)
 
 
-def test_a_nibble_is_an_fp8_number() -> None:
-    """What the kernel takes for granted: bytes 0 … 15 are n 2^-9, and 0x88 is -8 2^-9."""
-    numbers = torch.tensor([*range(16), 0x88], dtype=torch.uint8).view(torch.float8_e4m3fn).double()
-    assert (numbers * 2**9).tolist() == [*range(16), -8]
+def test_a_nibble_is_nearly_an_fp8_number() -> None:
+    """What the kernel takes for granted: nibbles, plus 0x81 where they are odd, are the weights times 2^-8."""
+    numbers = torch.tensor([n + 0x81 * (n % 2) for n in range(16)], dtype=torch.uint8)
+    assert (numbers.view(torch.float8_e4m3fn).double() * 2**8).tolist() == ORDER

@@ -1,9 +1,11 @@
 from ops.triton_cpu import DEVICE  # isort: skip
 
+import re
+
 import pytest
 import torch
 
-from diffusiongemma.ops import int4, product, product_triton, quant
+from diffusiongemma.ops import few_triton, int4, int4_triton, product, product_triton, quant
 from diffusiongemma.ops.fused import Rows
 from diffusiongemma.ops.routing import Routing, route
 from diffusiongemma.ops.tiles import Tile
@@ -135,6 +137,40 @@ def test_large_and_tiny_scales_survive_four_bits() -> None:
     for size in (1e-30, 1e-6, 300.0):
         pairs, scale = int4.pack_pairs(q, torch.full((128, 2), size).to(torch.bfloat16), False)
         same(rows_of("pairs-64", tokens(16, 128)), pairs.to(DEVICE), scale.to(DEVICE))
+
+
+def test_what_a_card_makes_of_a_byte() -> None:
+    """The interpreter does not see the instructions that unpack: they are done here, for every byte, beside others."""
+    byte = torch.arange(256)
+    beside = torch.stack((byte, byte.flip(0), byte * 73 % 256, byte ^ 0x5A), dim=1).to(torch.uint8)
+    registers = {"$2": beside.view(torch.int32).long() & 0xFFFFFFFF}
+    do = {
+        "and.b32": lambda a, b: a & b,
+        "shr.u32": lambda a, b: a >> b,
+        "mad.lo.u32": lambda a, b, c: a * b + c,
+    }
+    lines = re.findall(r"(\S+) (\S+), (.*);", str(int4_triton.HALVES.value))
+    assert len(lines) == 1 + 7
+    for name, target, given in lines[1:]:
+        numbers = (registers[part] if part in registers else int(part, 0) for part in given.split(", "))
+        registers[target] = do[name](*numbers) & 0xFFFFFFFF
+    halves = [registers[name].int().view(torch.uint8).view(quant.FP8).float() * 256 for name in ("$0", "$1")]
+    wanted = [nibble >> 1 ^ -(nibble & 1) for nibble in ((beside & 15).to(torch.int8), (beside >> 4).to(torch.int8))]
+    assert [h.tolist() for h in halves] == [w.tolist() for w in wanted]
+
+
+@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.parametrize("group", [32, 64])
+def test_small_integers_are_summed_exactly_in_four_bits(group: int, few: bool) -> None:
+    """Also on tensor cores, which keep some 14 bits of a sum of fp8 products"""
+    torch.manual_seed(9)
+    q = torch.randint(-8, 8, (256, 192), dtype=torch.int8)
+    scale = 2.0 ** torch.randint(-10, -7, (256, 192 // group))
+    w = [part.to(DEVICE) for part in int4.pack_pairs(q, scale, False)]
+    x = Rows(torch.randint(-3, 4, (3 if few else 20, 192)).to(quant.FP8).to(DEVICE), torch.ones(20, 1, device=DEVICE))
+    out = few_triton.few(x, *w) if few else product_triton.product(x, *w).values
+    exact = x.values.double() @ (q.unflatten(-1, (-1, group)) * scale[..., None].double()).flatten(-2).t().to(DEVICE)
+    assert torch.equal(out, exact.to(torch.bfloat16))
 
 
 @pytest.mark.parametrize("fmt", EIGHT)

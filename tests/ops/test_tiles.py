@@ -1,3 +1,7 @@
+from ops.triton_cpu import DEVICE  # noqa: F401  # isort: skip
+
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -76,3 +80,18 @@ def test_capacity_is_reached_and_never_passed(tokens: int, k: int, experts: int,
         routing = route(index, experts, block)
         most = max(most, int((routing.table[0] >= 0).sum()))
     assert most <= capacity_of(tokens * k, experts, block) <= most + experts
+
+
+def test_the_scripts_that_tune_know_what_a_tile_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tile that they try has a name, and a line to paste."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
+    import bench_kernels
+    import tune_experts
+
+    for shape in SHAPES:
+        tried = [*bench_kernels.more(shape), *(tune_experts.to_try(shape) if shape.experts else [])]
+        assert tried
+        for tile in tried:
+            assert tune_experts.paste(tile).startswith(f"Tile({tile.rows}, {tile.outputs}, {tile.warps}, {tile.stages}")
+            assert bench_kernels.brief(tile)
+            assert shape.format != "pairs" or shape.inputs // 64 % tile.turns == 0

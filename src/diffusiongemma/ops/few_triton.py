@@ -20,7 +20,7 @@ from torch import Tensor
 
 from diffusiongemma.ops.early_triton import ready, run
 from diffusiongemma.ops.fused import Rows
-from diffusiongemma.ops.int4_triton import nibbles
+from diffusiongemma.ops.int4_triton import halves
 from diffusiongemma.ops.product_triton import outputs_of
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.tiles import format_of
@@ -63,7 +63,7 @@ def few_kernel(x, x_scale, w, w_scale, index, share, out, K: tl.constexpr, O: tl
         two = tl.zeros((NG, BO), tl.float32)
         for i in tl.range(0, SLOTS * STEPS, num_stages=STAGES):
             slot, b = i // STEPS, i % STEPS * NG
-            factor = 512.0
+            factor = 256.0
             if ROUTED == "out":
                 expert = tl.load(index + row + slot).to(tl.int64)
                 factor *= tl.load(share + row + slot)
@@ -74,12 +74,11 @@ def few_kernel(x, x_scale, w, w_scale, index, share, out, K: tl.constexpr, O: tl
             s = tl.load(w_scale + (first + g)[:, None] * 64 + r[None, :], mask=ok[:, None], other=0)
             at = x + (row + slot) * K + (b + g)[:, None] * GROUP + c[None, :]
             v = tl.load(at, mask=ok[:, None], other=0.0).to(tl.float32) * factor
-            low, high = nibbles(numbers, HOPPER)
-            offset = tl.sum(v, axis=1)[:, None] * 0.015625  # 8 2^-9: every weight is kept plus 8
+            low, high = halves(numbers, HOPPER)
             s_low = (s << 16).to(tl.float32, bitcast=True)
             s_high = (s & -65536).to(tl.float32, bitcast=True)
-            one += (tl.sum(low.to(tl.float32) * v[:, None, :], axis=2) - offset) * s_low
-            two += (tl.sum(high.to(tl.float32) * v[:, None, :], axis=2) - offset) * s_high
+            one += tl.sum(low.to(tl.float32) * v[:, None, :], axis=2) * s_low
+            two += tl.sum(high.to(tl.float32) * v[:, None, :], axis=2) * s_high
         gate, up = tl.sum(one, axis=0), tl.sum(two, axis=0)
         o = tile // PARTS * (64 if GATED else 128) + r
     else:

@@ -1,7 +1,9 @@
 """How 4-bit weights lie in memory when kernels read them: bytes of two weights, in tiles, each tile in one piece.
 
-A byte holds two weights of the same column, each plus 8. They are of rows 64 apart or, where gated, of a gate and its
-up: what a program makes side by side from the same inputs. A tile is 64 such rows of one group (32 or 64 columns, which
+A byte holds two weights of the same column. They are of rows 64 apart or, where gated, of a gate and its up: what a
+program makes side by side from the same inputs. Each is a nibble whose lowest bit is its sign: 2 n for n ≥ 0, else
+-2 n - 1, so that 0, -1, 1, -2 … 7, -8 are 0 … 15 (a kernel needs few operations to make fp8 numbers of that, and no
+product that takes an offset off: `ops/int4_triton.py`). A tile is 64 such rows of one group (32 or 64 columns, which
 share a scale), and the tiles of a row of tiles follow each other. The scales of a byte's two weights are the two
 bfloat16 halves of an int32. All takes the same memory as the stored form (`ops/quant.py`), so it is made in place.
 
@@ -41,7 +43,7 @@ def pack_pairs(q: Tensor, scale: Tensor, gated: bool) -> tuple[Tensor, Tensor]:
         raise InputError(reason)
     if not bool(scale.isfinite().all()):
         raise InputError("a scale of 4-bit weights is not a number: the weights are damaged")
-    low, high = _paired((q + 8).to(torch.uint8), gated)
+    low, high = _paired((q << 1 ^ q >> 7).view(torch.uint8), gated)
     tiles = (low | high << 4).unflatten(-1, (groups, group)).transpose(-2, -3).contiguous()
     bits = [part.contiguous().view(torch.int16).to(torch.int32) for part in _paired(scale.to(torch.bfloat16), gated)]
     both = (bits[0] & 0xFFFF) | bits[1] << 16
@@ -63,7 +65,8 @@ def _joined(first: Tensor, second: Tensor, gated: bool) -> Tensor:
 def unpack_pairs(tiles: Tensor, scale: Tensor, gated: bool) -> tuple[Tensor, Tensor]:
     """The reverse of `pack_pairs`"""
     rows = tiles.transpose(-2, -3).flatten(-2)
-    q = _joined(rows & 15, rows >> 4, gated).to(torch.int8) - 8
+    nibbles = _joined(rows & 15, rows >> 4, gated).view(torch.int8)
+    q = nibbles >> 1 ^ -(nibbles & 1)
     turned = scale.transpose(-1, -2)
     bits = [(turned << 16 >> 16).to(torch.int16), (turned >> 16).to(torch.int16)]
     halves = [part.contiguous().view(torch.bfloat16) for part in bits]

@@ -122,7 +122,7 @@ def tile_of(x, x_scale, w, w_scale, out, order, share, expert, tile, start, end,
     PAIRED: tl.constexpr = FORMAT == "pairs" and not GATED
     WIDE: tl.constexpr = 2 * BO if PAIRED else BO
     o = tile * WIDE + tl.arange(0, BO)
-    UNIT: tl.constexpr = 512.0 if FORMAT == "pairs" else 1.0
+    UNIT: tl.constexpr = 256.0 if FORMAT == "pairs" else 1.0
     ok, source, target, scale, part = _rows(x_scale, order, share, start + tl.arange(0, T), end, TOP_K, ROUTED, PLACED)
     w_gate = tl.full((BO,), 1.0, tl.float32)
     w_up = w_gate
