@@ -466,7 +466,7 @@ def pair_tiles(shape: Shape) -> list[Tile]:
     """For 4-bit weights; with 4 warps, for with 8 the halves of bytes would have to change places. More groups a turn
     take more registers, but fewer instructions a group."""
     rows, outputs = tiles.candidates(shape)[0].rows, 64 if shape.gated else 128
-    deep = {1: ((0, 4), (0, 5), (0, 6), (0, 8)), 2: ((0, 3), (0, 4), (0, 5)), 4: ((0, 3), (128, 2), (128, 3))}
+    deep = {1: ((0, 4), (0, 5), (0, 6), (0, 8), (96, 5)), 2: ((0, 3), (0, 4), (0, 5)), 4: ((0, 3), (128, 2), (128, 3))}
     turns = [turn for turn in deep if shape.inputs // 64 % turn == 0]
     halves = (False, True) if shape.experts and rows >= 32 else (False,)
     return [Tile(rows, outputs, 4, stages, registers, half, turn)
