@@ -62,16 +62,18 @@ def _measured() -> dict[str, Tile]:
         f"fp8 {up}, 32 rows": Tile(32, 64, 4, 5),  # 128.5
         f"fp8 {down}, 16 rows": Tile(16, 64, 4, 6),  # 7.4
         f"fp8 {down}, 32 rows": Tile(32, 64, 4, 6),  # 72.1
-        f"fp8 {up}, 64 rows": Tile(64, 64, 4, 3, half=True),  # 207.9 (2,048 tokens, as all below)
+        f"fp8 {up}, 64 rows": Tile(64, 64, 4, 3, half=True),  # 207.9 (2,048 tokens, as all below in fp8)
         f"fp8 {up}, 128 rows": Tile(128, 64, 4, 3, half=True),  # 189.4
         f"fp8 {up}, 160 rows": Tile(128, 64, 4, 3, more=32),  # 171.6
         f"fp8 {down}, 64 rows": Tile(64, 128, 4, 6, half=True),  # 153.8
         f"fp8 {down}, 128 rows": Tile(128, 128, 4, 6, half=True),  # 136.0
         f"fp8 {down}, 160 rows": Tile(128, 128, 4, 4, more=32),  # 123.1
         f"pairs {up}, 16 rows": Tile(16, 64, 4, 4, turns=2),  # 14.0
-        f"pairs {up}, 32 rows": Tile(32, 64, 4, 6, half=True),  # 79.1
+        f"pairs {up}, 32 rows": Tile(32, 64, 4, 4, half=True, turns=2),  # 70.6
+        f"pairs {up}, 64 rows": Tile(64, 64, 4, 4, half=True, turns=2),  # 100.5 (512 tokens)
         f"pairs {down}, 16 rows": Tile(16, 128, 4, 6),  # 5.6
-        f"pairs {down}, 32 rows": Tile(32, 128, 4, 6, half=True),  # 46.7
+        f"pairs {down}, 32 rows": Tile(32, 128, 4, 5, half=True),  # 42.7
+        f"pairs {down}, 64 rows": Tile(64, 128, 4, 5, half=True),  # 65.1 (512 tokens)
     }
 
 
