@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffusiongemma.config import ModelConfig
 from diffusiongemma.errors import CacheError
@@ -96,6 +99,34 @@ def same(row: CacheRow, other: CacheRow) -> bool:
         count = row.ring if CONFIG.is_sliding(layer) else row.length
         pairs += zip(row.last(layer, count), other.last(layer, count), strict=True)
     return not row.length or all(torch.equal(torch.cat(a, dim=1), torch.cat(b, dim=1)) for a, b in pairs)
+
+
+class Written(TorchDispatchMode):
+    """Which operations change or make numbers: those that only look at memory in another way are left out"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and "view" not in func.name():
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("length", [5, 60])  # the second is longer than the rings: they have begun anew
+def test_a_fork_copies_all_layers_at_once(length: int) -> None:
+    """On a card every operation is a launch."""
+    twins = Twins([60, 80])
+    twins.new(60)
+    if length < CONFIG.sliding_window:
+        twins.cut(0, 0)
+        twins.fill(0, length)
+    other = twins.others[0].fork(80)
+    with Written() as written:
+        twin = twins.living[0].fork(80)
+    assert written.names == ["aten::_foreach_copy_"]
+    assert same(twin, other)
 
 
 orders = st.tuples(st.sampled_from(["new", "new", "fork", "drop", "cut"]), st.integers(1, 70))

@@ -10,7 +10,7 @@ p mod S of a ring.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import torch
@@ -110,8 +110,9 @@ class CacheRow:
             self.values[layer][:, self.length : self.length + new] = v
 
     def _grow(self, layer: int, needed: int) -> None:
+        """Room for so many tokens; a ring has what it needs."""
         slots = self.keys[layer].shape[1]
-        if needed <= slots:
+        if needed <= slots or self.config.is_sliding(layer):
             return
         for store in (self.keys, self.values):
             old = store[layer]
@@ -155,12 +156,17 @@ class CacheRow:
             raise CacheError(f"a fork with room for {limit} tokens cannot hold {length}")
         twin = self._new(limit)
         oldest = max(0, self._deepest - self.ring)  # what the rings still hold begins here
+        here, there = list[Tensor](), list[Tensor]()
         for layer in range(self.config.num_hidden_layers):
-            count = min(max(0, length - oldest), twin.ring) if self.config.is_sliding(layer) else length
-            if count:
-                keys, values = self._between(layer, length - count, length)
-                twin.length = length - count
-                twin.write(layer, torch.cat(keys, dim=1), torch.cat(values, dim=1))
+            first = max(oldest, length - twin.ring) if self.config.is_sliding(layer) else 0
+            twin._grow(layer, length)
+            sizes = self.keys[layer].shape[1], twin.keys[layer].shape[1]
+            for start, into, count in _runs(first, length, *sizes):
+                for mine, other in ((self.keys, twin.keys), (self.values, twin.values)):
+                    here.append(mine[layer][:, start : start + count])
+                    there.append(other[layer][:, into : into + count])
+        if here:  # all layers at once: on a card that is one launch, not hundreds
+            torch._foreach_copy_(there, here)
         twin.length = length
         oldest = max(oldest, length - twin.ring)
         twin._deepest = max(length, oldest + twin.ring) if oldest else length
@@ -176,6 +182,16 @@ class CacheRow:
             heads, head_dim = config.layer_heads(layer)
             numbers += 2 * heads * head_dim * (ring if config.is_sliding(layer) else max_length)
         return numbers * dtype.itemsize
+
+
+def _runs(first: int, end: int, slots: int, others: int) -> Iterator[tuple[int, int, int]]:
+    """The tokens at positions first … end - 1, cut where one of two rings of so many slots begins anew: where each run
+    lies in the one and in the other, and how long it is"""
+    while first < end:
+        start, into = first % slots, first % others
+        count = min(end - first, slots - start, others - into)
+        yield start, into, count
+        first += count
 
 
 class KVCache:
