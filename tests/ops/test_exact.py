@@ -19,6 +19,7 @@ from diffusiongemma.config import FULL, SLIDING, ModelConfig
 from diffusiongemma.model.backend import VENDOR_ROWS, Ops, torch_ops
 from diffusiongemma.ops import routing, sampler, soft_triton, weigh_triton
 from diffusiongemma.ops.fused import Rows
+from diffusiongemma.ops.tiles import block_rows
 
 KINDS = ["bf16", "fp8", "int8", "int4"]
 
@@ -365,6 +366,34 @@ def test_bits_that_change_from_call_to_call_are_noticed() -> None:
     assert unstable == {"draws"}
 
 
+def test_experts_that_are_called_twice_have_marks_of_their_own_and_find_them_zero() -> None:
+    """Streamed, they take tiles by them: with those of the call before, nothing would be left to do."""
+
+    def experts(x: Rows, index: Tensor, weight: Tensor, up: Any, down: Any, placed: routing.Placed) -> Tensor:
+        placed.marks[0] += 1
+        return placed.marks[:1].clone()
+
+    unstable: set[str] = set()
+    ops = exact_chain.twice(replace(torch_ops(), experts=experts), DEVICE, unstable)
+    placed = routing.place(torch.tensor([[0, 1]]), torch.ones(1, 2), 2, 16)
+    assert ops.experts(Rows(torch.ones(1, 2)), None, None, None, None, placed).item() == 1
+    assert unstable == set()
+
+
+def test_on_a_card_the_chain_has_pairs_that_are_sorted_and_experts_that_are_streamed() -> None:
+    config, ops = exact_chain.config_for(True), torch_ops()
+    placed, blocks = set[bool](), set[int]()
+    for lengths in exact_chain.LENGTHS[True]:
+        for tokens in (sum(lengths), len(lengths) * config.canvas_length):
+            here = ops.places(tokens, config.num_experts, config.top_k_experts)
+            placed.add(here)
+            if here:
+                blocks.add(block_rows(tokens * config.top_k_experts, config.num_experts, "fp8"))
+    assert placed == {False, True}
+    assert blocks == {32, 64}, "those of `experts_triton.streams`"
+    assert config.hidden_size % 128 == config.moe_intermediate_size % 64 == 0
+
+
 def test_the_chain(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """With the twins: in the interpreter it would take a minute."""
 
@@ -373,15 +402,15 @@ def test_the_chain(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
         assert script.main(["--chain", "--kind", "fp8"]) == code
         return capsys.readouterr().out.splitlines()
 
-    assert len(told := lines(torch_ops(), 0)) >= 7
+    assert len(told := lines(torch_ops(), 0)) >= 2 * 7
     assert all(line.endswith(": yes") for line in told)
     draws = iter(range(1000))
     route = later(TWINS.route_one, lambda routed: (routed[0] * (1 + next(draws) / 8), *routed[1:]))
     told = lines(replace(torch_ops(), route_one=route, few=4), 1)
-    assert "fp8: the same bits again: yes" in told
-    assert "fp8: the same bits of tokens one by one again: NO" in told
+    assert "fp8, 16 tokens: the same bits again: yes" in told
+    assert "fp8, 16 tokens: the same bits of tokens one by one again: NO" in told
     calls = iter(range(1000))
     restless = later(TWINS.norm_rows, lambda rows: scaled(rows, 1 + next(calls) / 8))
     told = lines(replace(torch_ops(), norm_rows=restless), 1)
-    assert "fp8: the same bits again: NO" in told
-    assert "fp8: the same bits of norm_rows when called twice: NO" in told
+    assert "fp8, 16 tokens: the same bits again: NO" in told
+    assert "fp8, 16 tokens: the same bits of norm_rows when called twice: NO" in told
