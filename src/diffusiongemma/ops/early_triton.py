@@ -22,8 +22,6 @@ import triton.language as tl
 from diffusiongemma.ops.kernels import early, interpreted, launch
 
 SEPARATE = {"enable_fp_fusion": False}  # of a launch: no product is fused with a sum, so that others round alike
-
-
 EAGER = tl.constexpr(2)  # of HOPPER
 
 

@@ -228,8 +228,8 @@ def experts_streamed(
 ) -> Tensor:
     """As `experts_triton.experts_pairs`, bit for bit: x [N, D], in fp8 where the weights are -> [N k, D].
 
-    `placed.marks` must be zero when this begins, and that is before the launches before it have ended, as far back as
-    they are eager (`early_triton`): the first tile is taken then.
+    `placed.marks` must be zero when this begins, for the first tile is taken then, and that is before the launches
+    before it have ended: all eager ones (`early_triton`), and the one before those.
     """
     (experts, hidden_size, width), tokens = down.shape, len(x.values)
     quant = up.dtype == FP8

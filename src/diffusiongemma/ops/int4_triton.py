@@ -30,9 +30,9 @@ HALVES = tl.constexpr(
 @triton.jit
 def halves(tile, ASM: tl.constexpr):
     """Bytes of two weights -> both, times 2^-8, as fp8 numbers"""
-    if ASM:
+    if ASM:  # "&": the first result is written before the bytes are read again
         first, second = tl.inline_asm_elementwise(
-            HALVES, "=r,=r,r", [tile], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4
+            HALVES, "=&r,=&r,r", [tile], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4
         )
     else:
         first = (tile & 15) + (tile & 1) * 0x81
