@@ -77,17 +77,19 @@ def test_by_expert(fmt: str, block: int) -> None:
     same(rows_of(fmt, tokens(90, 128)), *kept(fmt, 5, 256, 128), routing=routing, share=share)
 
 
+@pytest.mark.parametrize("rows", [32, 64])
 @pytest.mark.parametrize("fmt", ["fp8", "pairs-64"])
-def test_experts_with_few_rows_take_half_a_tile(fmt: str) -> None:
+def test_experts_with_few_rows_take_half_a_tile(fmt: str, rows: int) -> None:
     torch.manual_seed(6)
-    routing, share = routing_for(40, 2, 5, 32)
+    many = rows * 5 // 4
+    routing, share = routing_for(many, 2, 5, rows)
     sizes = routing.table[2] - routing.table[1]
-    assert (sizes > 16).any()
-    assert ((sizes > 0) & (sizes <= 16)).any()
-    x, w = rows_of(fmt, tokens(40, 256)), kept(fmt, 5, 128, 256, gated=True)
-    same(x, *w, gated=True, routing=routing, tile=Tile(32, 64, 4, 2, half=True))
-    same(rows_of(fmt, tokens(80, 128)), *kept(fmt, 5, 128, 128), routing=routing, share=share,
-         tile=Tile(32, 128, 4, 2, half=True))  # fmt: skip
+    assert (sizes > rows // 2).any()
+    assert ((sizes > 0) & (sizes <= rows // 2)).any()
+    x, w = rows_of(fmt, tokens(many, 256)), kept(fmt, 5, 128, 256, gated=True)
+    same(x, *w, gated=True, routing=routing, tile=Tile(rows, 64, 4, 2, half=True, turns=2))
+    same(rows_of(fmt, tokens(2 * many, 128)), *kept(fmt, 5, 128, 128), routing=routing, share=share,
+         tile=Tile(rows, 128, 4, 2, half=True))  # fmt: skip
 
 
 @pytest.mark.parametrize("fmt", FORMATS[:3])
