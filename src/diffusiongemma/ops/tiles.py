@@ -68,10 +68,10 @@ def _measured() -> dict[str, Tile]:
         f"fp8 {down}, 64 rows": Tile(64, 128, 4, 6, half=True),  # 153.8
         f"fp8 {down}, 128 rows": Tile(128, 128, 4, 6, half=True),  # 136.0
         f"fp8 {down}, 160 rows": Tile(128, 128, 4, 4, more=32),  # 123.1
-        f"pairs {up}, 16 rows": Tile(16, 64, 4, 4, turns=2),  # 14.0
+        f"pairs {up}, 16 rows": Tile(16, 64, 4, 4, turns=2),  # 14.0 (an older kernel)
         f"pairs {up}, 32 rows": Tile(32, 64, 4, 4, half=True, turns=2),  # 70.6
         f"pairs {up}, 64 rows": Tile(64, 64, 4, 4, half=True, turns=2),  # 100.5 (512 tokens)
-        f"pairs {down}, 16 rows": Tile(16, 128, 4, 6),  # 5.6
+        f"pairs {down}, 16 rows": Tile(16, 128, 4, 6),  # 5.6 (an older kernel)
         f"pairs {down}, 32 rows": Tile(32, 128, 4, 5, half=True),  # 42.7
         f"pairs {down}, 64 rows": Tile(64, 128, 4, 5, half=True),  # 65.1 (512 tokens)
     }
@@ -146,11 +146,12 @@ def candidates(shape: Shape) -> list[Tile]:
 
 
 def _pair_tiles(shape: Shape) -> list[Tile]:
-    """Outputs are given by the packing; few registers and many programs hide the waiting for tensor cores."""
+    """Outputs are given by the packing. As measured for the experts of the 26B: two groups a turn of gates and ups, and
+    half tiles where an expert may have few of a block's rows."""
     rows = shape.rows if shape.experts else max(16, min(64, 1 << (shape.rows - 1).bit_length()))
     warps = 4 if rows <= 64 else 8
-    half = bool(shape.experts) and rows == 32
-    found = [Tile(rows, 64 if shape.gated else 128, warps, stages, 0, half) for stages in (6, 4, 8, 5, 3)]
+    half, turns = bool(shape.experts) and rows >= 32, 2 if shape.gated else 1
+    found = [Tile(rows, 64 if shape.gated else 128, warps, stages, 0, half, turns) for stages in (4, 5, 6, 3, 8)]
     return [*found, Tile(rows, 64 if shape.gated else 128, warps, 2)]
 
 
