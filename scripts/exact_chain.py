@@ -6,7 +6,7 @@ A kernel that is launched early and reads too soon, or a sum whose order chance 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
@@ -167,39 +167,56 @@ def check(kind: str, device: torch.device, say: Callable[[str], None]) -> bool:
     few, plain = runner.network.ops, triton_ops(exact=True)
     same = True
     for lengths in LENGTHS[card]:
-        for name, good in verdicts(runner, few, plain, lengths, device).items():
+        for name, good in verdicts(runner, few, plain, lengths, device):
             say(f"{kind}, {sum(lengths)} tokens: the same bits {name}: {'yes' if good else 'NO'}")
             same &= good
     return same
 
 
+def ahead(device: torch.device, work: Callable[[], object]) -> None:
+    """Compile the kernels of this, all at once; one after another they take minutes"""
+    if device.type == "cuda":
+        with kernels.compiling():
+            work()
+        wait(device)
+
+
 def verdicts(
     runner: FastRunner, few: Ops, plain: Ops, lengths: tuple[int, ...], device: torch.device
-) -> dict[str, bool]:
-    """Whether bits are the same, by what was done differently; prompts of these lengths together"""
-    unstable = set[str]()
-    chain = passes(runner, plain, lengths)
-    others = {
-        "again": passes(runner, plain, lengths),
-        "with a wait after every operation": passes(runner, waiting(plain, device), lengths),
-        "with every operation called twice": passes(runner, twice(plain, device, unstable), lengths),
-        "with pairs that are sorted, not placed": passes(runner, replace(plain, placing=0), lengths),
-    }
-    tokens = ones(runner, few, plain, lengths)
-    one_by_one = {
-        "again": ones(runner, few, plain, lengths),
-        "with a wait after every operation": ones(runner, waiting(few, device), plain, lengths),
-    }
+) -> Iterator[tuple[str, bool]]:
+    """What was done differently, and whether bits are the same, as soon as it is known; prompts of these lengths
+    together"""
+    unstable, sorting = set[str](), replace(plain, placing=0)
+
+    def run(ops: Ops) -> list[Tensor]:
+        return passes(runner, ops, lengths)
+
+    def draw(ops: Ops) -> list[Tensor]:
+        return ones(runner, ops, plain, lengths)
+
+    ahead(device, lambda: (run(plain), run(sorting), draw(few)))
+    chain, tokens = run(plain), draw(few)
+
+    def told(name: str, ops: Ops) -> tuple[str, bool]:
+        return name, all(map(torch.equal, chain, run(ops)))
+
+    def told_one_by_one(name: str, ops: Ops) -> tuple[str, bool]:
+        return f"of tokens one by one {name}", all(map(torch.equal, tokens, draw(ops)))
+
+    yield told("again", plain)
+    yield told("with a wait after every operation", waiting(plain, device))
+    yield told("with every operation called twice", twice(plain, device, unstable))
+    yield from ((f"of {name} when called twice", False) for name in sorted(unstable))
+    yield told("with pairs that are sorted, not placed", sorting)
+    yield told_one_by_one("again", few)
+    yield told_one_by_one("with a wait after every operation", waiting(few, device))
     kernels.EARLY = False
     try:
-        others["with no kernel that begins early"] = passes(runner, plain, lengths)
-        one_by_one["with no kernel that begins early"] = ones(runner, few, plain, lengths)
+        ahead(device, lambda: (run(plain), draw(few)))
+        yield told("with no kernel that begins early", plain)
+        yield told_one_by_one("with no kernel that begins early", few)
     finally:
         kernels.EARLY = True
-    found = {name: all(map(torch.equal, chain, other)) for name, other in others.items()}
-    for name, other in one_by_one.items():
-        found[f"of tokens one by one {name}"] = all(map(torch.equal, tokens, other))
     if device.type == "cuda" and len(lengths) > 1:  # an interpreter leaves the order of sums to NumPy
         alone = passes(runner, plain, lengths[:1])[0]
-        found["of the first prompt alone"] = torch.equal(alone, chain[0][: lengths[0]])
-    return {**found, **{f"of {name} when called twice": False for name in sorted(unstable)}}
+        yield "of the first prompt alone", torch.equal(alone, chain[0][: lengths[0]])
