@@ -80,6 +80,13 @@ class CacheRow:
         """The last `count` (or fewer) cached tokens in order, as one or two views of keys and of values."""
         return self._between(layer, self.length - min(count, self.length), self.length)
 
+    def _slots(self, layer: int) -> int:
+        return self.keys[layer].shape[1]
+
+    def _run(self, layer: int, start: int, count: int) -> tuple[Tensor, Tensor]:
+        """Keys and values in so many slots from this one on, in whatever shape copies them fastest"""
+        return self.keys[layer][:, start : start + count], self.values[layer][:, start : start + count]
+
     def _between(self, layer: int, first: int, end: int) -> tuple[list[Tensor], list[Tensor]]:
         """The tokens at positions first … end - 1, as one or two views."""
         slots, count = self.keys[layer].shape[1], end - first
@@ -160,11 +167,9 @@ class CacheRow:
         for layer in range(self.config.num_hidden_layers):
             first = max(oldest, length - twin.ring) if self.config.is_sliding(layer) else 0
             twin._grow(layer, length)
-            sizes = self.keys[layer].shape[1], twin.keys[layer].shape[1]
-            for start, into, count in _runs(first, length, *sizes):
-                for mine, other in ((self.keys, twin.keys), (self.values, twin.values)):
-                    here.append(mine[layer][:, start : start + count])
-                    there.append(other[layer][:, into : into + count])
+            for start, into, count in _runs(first, length, self._slots(layer), twin._slots(layer)):
+                here += self._run(layer, start, count)
+                there += twin._run(layer, into, count)
         if here:  # all layers at once: on a card that is one launch, not hundreds
             torch._foreach_copy_(there, here)
         twin.length = length

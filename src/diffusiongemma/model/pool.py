@@ -94,6 +94,12 @@ class CachePool:
         keys, values = (arena[first : first + count].view(slots, heads, size) for arena in (self._keys, self._values))
         return keys.transpose(0, 1), values.transpose(0, 1)
 
+    def run(self, layer: int, start: int, slot: int, count: int) -> tuple[Tensor, Tensor]:
+        """The numbers in some slots of a layer that begins at this unit, [count K Dh] each"""
+        width = self._widths[layer]
+        first = start * self.unit + slot * width
+        return self._keys[first : first + count * width], self._values[first : first + count * width]
+
     def starts(self, start: int, max_length: int) -> list[int]:
         """Where each layer of a row begins, counted in units."""
         found = []
@@ -167,11 +173,21 @@ class PoolRow(CacheRow):
     def _allocate(self) -> None:
         """Its memory is the pool's. Kernels know it by a number, so views of it are made when somebody asks."""
 
+    def _grow(self, layer: int, needed: int) -> None:
+        """It has all the room that it may ever need."""
+
+    def _slots(self, layer: int) -> int:
+        return self.ring if self.config.is_sliding(layer) else self.max_length
+
+    def _run(self, layer: int, start: int, count: int) -> tuple[Tensor, Tensor]:
+        """Tokens lie side by side: one piece of either arena, without any views of the row"""
+        return self.pool.run(layer, self.starts[layer], start, count)
+
     def _made(self) -> Layers:
         if self._layers is None:
             keys, values = list[Tensor](), list[Tensor]()
             for layer, start in enumerate(self.starts):
-                slots = self.ring if self.config.is_sliding(layer) else self.max_length
+                slots = self._slots(layer)
                 for views, view in zip((keys, values), self.pool.layer(layer, start, slots), strict=True):
                     views.append(view)
             self._layers = keys, values
