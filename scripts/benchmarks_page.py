@@ -3,9 +3,9 @@
     python scripts/benchmarks_page.py [--add FILE …] [--docs FOLDER]
 
 `--add` takes files of JSON lines as `dgemma bench … --json FILE` writes them (a later result replaces an earlier one of
-the same measurement), and what scripts/bench_kernels.py (--json) and scripts/bench_kernels_vocab.py (its output) leave.
-Lines that are no JSON are passed over, so that the whole output of a run can be given. Results without a card are not
-taken: a CPU's are in the log. Then the tables between the page's markers are written anew and the plot is drawn.
+the same measurement). Lines that are no JSON are passed over, so that the whole output of a run can be given. Results
+without a card are not taken: a CPU's are in the log. Then the tables between the page's markers are written anew and
+the plot is drawn.
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ MARK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- end -
 NONE = "–"
 WEIGHTS = ("bfloat16", "fp8", "int4-64", "int4-32")
 PARTS = ("experts", "attention", "dense MLP", "vocabulary end", "self-conditioning", "rest")
-KERNELS = re.compile(
-    r"EXPERTS \S+ (1|256|2048) tokens|(qkv|o|MLP) \S+ 256 rows|canvas (sliding|full) \d+$"
-    r"|one token full \d+$|ALL .*|router$"
-)
+LEAST = 20.0  # µs of a step: what takes less has no line
 Data = dict[str, Any]
 Row = dict[str, Any]
 
@@ -60,13 +57,7 @@ def take(data: Data, text: str) -> int:
     """Add what the text of one file holds -> how many results."""
     taken = 0
     for value in objects(text):
-        rows = value if isinstance(value, list) else value.get("kernels")
-        if isinstance(rows, list):  # a run of kernels
-            chosen = [{k: row[k] for k in ("name", "us", "floor_us")} for row in rows if KERNELS.match(row["name"])]
-            known = {row["name"]: row for row in data["kernels"]} | {row["name"]: row for row in chosen}
-            data["kernels"] = list(known.values())
-            taken += len(chosen)
-        elif value.get("bench") not in (None, "suite") and value.get("card"):
+        if isinstance(value, dict) and value.get("bench") not in (None, "suite") and value.get("card"):
             data["results"] = [old for old in data["results"] if key(old) != key(value)] + [value]
             taken += 1
     return taken
@@ -221,10 +212,26 @@ def others_table(data: Data) -> str:
 
 
 def kernels_table(data: Data) -> str:
+    """What each kernel takes of a step, and how often it is called; kernels of one name by the part they belong to"""
+    found = [r for r in steps(data) if "kernels" in r["cases"][0]]
+    taken: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for result in found:
+        for kernel in result["cases"][0]["kernels"]:
+            name = "the vendor's product" if kernel["kernel"].startswith("nvjet") else kernel["kernel"]
+            both = taken.setdefault((name, kernel["part"]), {}).setdefault(result["weights"], [0.0, 0.0])
+            both[0] += kernel["us"]
+            both[1] += kernel["calls"]
+    most = {key: max(us for us, _ in by_weights.values()) for key, by_weights in taken.items()}
+
+    def cell(by_weights: dict[str, list[float]], weights: str) -> str:
+        us, calls = by_weights.get(weights, (0.0, 0))
+        return f"{us:,.0f} ({calls:g})" if calls else NONE
+
     rows = [
-        (r["name"], f"{r['floor_us']:.1f}", f"{r['us']:.1f}", f"{r['floor_us'] / r['us']:.0%}") for r in data["kernels"]
-    ]
-    return table(("µs", "floor", "kernel", "share of the floor's speed"), rows)
+        (f"`{name}`" if "_" in name else name, part, *(cell(taken[name, part], r["weights"]) for r in found))
+        for name, part in sorted(taken, key=lambda key: -most[key]) if most[name, part] >= LEAST
+    ]  # fmt: skip
+    return table(("kernel", "part", *(f"{r['weights']}, µs (calls)" for r in found)), rows)
 
 
 TABLES: dict[str, Callable[[Data], str]] = {
@@ -251,13 +258,16 @@ def points(data: Data) -> Iterator[tuple[str, str, float, float]]:
             work = case["floor"]
             label = f"{r['weights']}, {case['users']}"
             yield "AR, users", label, work["tflop"] / work["gb"] * 1e3, work["tflop"] / case["ms"] * 1e3
-    for row in data["kernels"]:
-        # Groups of 32 and 64 would cover each other.
-        if found := re.match(r"EXPERTS (?!int4-32)(\S+) (\d+) tokens", row["name"]):
-            tflop = 6 * 2816 * 704 * 8 * int(found[2]) / 1e12  # three matrices, eight experts a token
-            gigabytes = row["floor_us"] * data["machine"]["read_tb_s"] / 1e3
-            label = f"{found[1]}, {found[2]}"
-            yield "experts of a layer, tokens", label, tflop / gigabytes * 1e3, tflop / row["us"] * 1e6
+    for r in steps(data):
+        case = r["cases"][0]
+        if "parts" in case:  # experts and dense MLP run beside each other
+            ms, *amounts = (sum(of_part) for of_part in zip(*(
+                (case["parts"].get(part, 0), *(case["floor"]["parts"][part][name] for name in ("tflop", "gb")))
+                for part in ("experts", "dense MLP")
+            ), strict=True))  # fmt: skip
+            tflop, gigabytes = amounts
+            if ms:
+                yield "its experts and dense MLP", r["weights"], tflop / gigabytes * 1e3, tflop / ms * 1e3
 
 
 def draw(data: Data, file: Path) -> None:
@@ -268,7 +278,7 @@ def draw(data: Data, file: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(8, 5), dpi=120)
     machine = data["machine"]
-    xs = [0.1, 4000.0]
+    xs = [1.0, 1000.0]
     for name, style in (("tflop_s", "--"), ("tflop_s_8bit", "-")):
         ys = [
             min(machine["read_tb_s"] * x, machine[name]) for x in (xs[0], machine[name] / machine["read_tb_s"], xs[1])
@@ -276,7 +286,7 @@ def draw(data: Data, file: Path) -> None:
         kind = "8-bit" if "8bit" in name else "bf16"
         axes.plot([xs[0], machine[name] / machine["read_tb_s"], xs[1]], ys, style, color="0.4",
                   label=f"{machine['read_tb_s']} TB/s, {machine[name]:g} TFLOP/s {kind}")  # fmt: skip
-    markers = {"a step": "*", "AR, users": "o", "experts of a layer, tokens": "s"}
+    markers = {"a step": "*", "AR, users": "o", "its experts and dense MLP": "s"}
     for kind, marker in markers.items():
         found = [(label, x, y) for k, label, x, y in points(data) if k == kind]
         if found:
@@ -284,8 +294,9 @@ def draw(data: Data, file: Path) -> None:
                 [x for _, x, _ in found], [y for _, _, y in found], marker, ms=9 if marker == "*" else 5, label=kind
             )
         for label, x, y in found:
-            axes.annotate(label, (x, y), textcoords="offset points", xytext=(5, -8), fontsize=7)
-    axes.set(xscale="log", yscale="log", xlim=xs, xlabel="operations a byte read", ylabel="TFLOP/s")
+            aside, side = ((-6, 5), "right") if marker == "s" else ((6, -9), "left")
+            axes.annotate(label, (x, y), textcoords="offset points", xytext=aside, ha=side, fontsize=7)
+    axes.set(xscale="log", yscale="log", xlim=xs, ylim=(1, 3000), xlabel="operations a byte read", ylabel="TFLOP/s")
     axes.set_title(f"{machine['card']}, DiffusionGemma 26B-A4B", fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)

@@ -95,14 +95,27 @@ def test_results_find_their_tables(script: ModuleType, lines: list[dict[str, Any
     assert "step over 64 tokens, fp8" in tables["others"]
     assert (tmp_path / "roofline.png").stat().st_size > 10_000
     kinds = {kind for kind, *_ in script.points(data)}
-    assert kinds == {"a step", "AR, users", "experts of a layer, tokens"}
+    assert kinds == {"a step", "AR, users", "its experts and dense MLP"}
 
 
-def test_kernels_come_from_both_scripts(script: ModuleType) -> None:
-    data: dict[str, Any] = {"kernels": [{"name": "router", "us": 9.0, "floor_us": 0.5}], "results": []}
-    rows = [{"name": "EXPERTS fp8 256 tokens, 16/expert", "us": 200.0, "floor_us": 177.0, "error": 0.1, "note": ""},
-            {"name": "route 1 tokens", "us": 2.0, "floor_us": 0.0, "error": 0.0, "note": ""}]  # fmt: skip
-    assert script.take(data, json.dumps(rows, indent=1)) == 1
-    output = "router 10.2\n" + json.dumps({"seconds": 1, "kernels": [{"name": "router", "us": 5.0, "floor_us": 0.5}]})
-    assert script.take(data, output) == 1
-    assert [row["us"] for row in data["kernels"]] == [5.0, 200.0]
+def test_kernels_are_those_of_the_steps(script: ModuleType, lines: list[dict[str, Any]]) -> None:
+    """Summed by name and part, the longest first, what is short left out; the vendor's go by one name."""
+    kernels = [
+        {"kernel": "product_kernel", "part": "experts", "calls": 30.0, "us": 90.0},
+        {"kernel": "nvjet_sm90_a", "part": "attention", "calls": 25.0, "us": 300.0},
+        {"kernel": "nvjet_sm90_b", "part": "attention", "calls": 5.0, "us": 91.4},
+        {"kernel": "product_kernel", "part": "attention", "calls": 25.0, "us": 238.0},
+        {"kernel": "_rope_kernel", "part": "attention", "calls": 2.0, "us": 4.6},
+    ]
+    step = lines[0] | {"cases": [lines[0]["cases"][0] | {"kernels": kernels, "parts": {"experts": 2.0}}]}
+    data: dict[str, Any] = {"results": [step]}
+    assert script.kernels_table(data).splitlines()[2:] == [
+        "| the vendor's product | attention | 391 (30) |",
+        "| `product_kernel` | attention | 238 (25) |",
+        "| `product_kernel` | experts | 90 (30) |",
+    ]
+    (_, _, density, speed) = next(point for point in script.points(data) if point[0] == "its experts and dense MLP")
+    floors = [step["cases"][0]["floor"]["parts"][part] for part in ("experts", "dense MLP")]
+    tflop, gigabytes = (sum(floor[name] for floor in floors) for name in ("tflop", "gb"))
+    assert density == pytest.approx(1e3 * tflop / gigabytes)
+    assert speed == pytest.approx(1e3 * tflop / 2.0)
