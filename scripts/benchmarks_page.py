@@ -144,7 +144,8 @@ def parts_table(data: Data) -> str:
 
 def e2e_table(data: Data) -> str:
     rows: list[tuple[str, ...]] = [
-        (r["weights"], f"{r['tokens_per_second']:,.0f}", f"{r['tokens_per_second_without_prefill']:,.0f}",
+        (r["weights"], f"{r['tokens_per_second']:,.0f}",
+         NONE if "trouble" in r else f"{r['tokens_per_second_without_prefill']:,.0f}",
          f"{r['ms_a_pass']:.2f}", f"{r['ratio']:.2f}", f"{r['cold_seconds']:.1f}")
         for r in of(data, "e2e")
     ]  # fmt: skip

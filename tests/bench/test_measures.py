@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from diffusiongemma.bench import e2e as e2e_module
+from diffusiongemma.bench import prefill as prefill_module
 from diffusiongemma.bench import step as step_module
 from diffusiongemma.bench import suite as suite_module
 from diffusiongemma.bench.ar import advantage, measure_ar, overtakes
@@ -172,6 +173,19 @@ def test_a_disturbed_reading_of_the_prompt_is_not_subtracted(
     monkeypatch.setattr(e2e_module, "reading_seconds", lambda *_: reading)
     result = measure_e2e(subject, prefix=24, tokens=32, steps=1, repeat=1).result
     assert result["tokens_per_second_without_prefill"] == pytest.approx(32 / (result["seconds"] - left_out))
+
+
+def test_a_prompt_that_is_read_faster_than_can_be_is_doubted(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kept prompt that is slow to copy leaves too little: the page once told a fifth of what the weights take."""
+    for reading in (1e-9, 10.0):
+        for module in (e2e_module, prefill_module):
+            monkeypatch.setattr(module, "reading_seconds", lambda *_, reading=reading: reading)
+        whole = measure_e2e(subject, prefix=24, tokens=32, steps=1, repeat=1)
+        alone = measure_prefill(subject, (48,), repeat=1)
+        for outcome, result in ((whole, whole.result), (alone, alone.result["cases"][0])):
+            told = [text for name, text in outcome.rows if name.strip() == "TROUBLE"]
+            assert told == ([result["trouble"]] if reading < 1 else [])
+            assert ("trouble" in result) == (reading < 1)
 
 
 def test_batch_goes_on_after_a_failure(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,9 @@ import time
 from typing import Any
 
 from diffusiongemma.bench.drive import make_request, random_tokens, reading_seconds, together
-from diffusiongemma.bench.floor import request_seconds
+from diffusiongemma.bench.floor import prompt_seconds, request_seconds
 from diffusiongemma.bench.subject import Subject
-from diffusiongemma.bench.timing import Outcome
+from diffusiongemma.bench.timing import Outcome, doubt
 from diffusiongemma.engine import collect
 
 
@@ -39,6 +39,7 @@ def measure_e2e(
     passes = ran[0].results[0].metrics.steps
     # A machine that was busy while the prompt alone was read leaves nothing to subtract from.
     without = wanted / (seconds - prefill if prefill < seconds else seconds)
+    trouble = doubt("reading the prompt", prefill, prompt_seconds(subject.model, subject.card, 1, prefix, chunk))
     config = {"prefix": prefix, "tokens": wanted, "steps": steps, "canvas": width, "repeat": repeat}
     title, rows = subject.heading("one user, end to end", **config)
     rows += [
@@ -46,6 +47,7 @@ def measure_e2e(
         ("figure", f"{seconds:.4f} s, {wanted / seconds:,.0f} tokens/s, prefill and commits included"),
         ("ratio", f"{seconds / floor:.2f}"),
         ("prefill", f"{1e3 * prefill:.1f} ms; without it {without:,.0f} tokens/s"),
+        *([("  TROUBLE", trouble)] if trouble else []),
         ("a pass", f"{1e3 * seconds / passes:.3f} ms of {passes} ({wanted / passes:.1f} tokens a pass)"),
         ("cold start", f"{subject.cold_seconds:.1f} s from weights in memory to the first committed block"),
     ]
@@ -55,7 +57,7 @@ def measure_e2e(
         "ms_a_pass": 1e3 * seconds / passes, "cold_seconds": subject.cold_seconds,
         "making_seconds": subject.making_seconds,
     }  # fmt: skip
-    return Outcome(title, rows, result)
+    return Outcome(title, rows, result | ({"trouble": trouble} if trouble else {}))
 
 
 def cold_start(subject: Subject, prefix: int, width: int, steps: int) -> float:

@@ -21,7 +21,7 @@ from diffusiongemma.bench.look import look
 from diffusiongemma.bench.replay import filled_lane, replay_seconds
 from diffusiongemma.bench.routing import experts_hit
 from diffusiongemma.bench.subject import Subject
-from diffusiongemma.bench.timing import Outcome, Rows, note, slope
+from diffusiongemma.bench.timing import BELIEVED, Outcome, Rows, note, slope
 from diffusiongemma.engine import Engine
 from diffusiongemma.engine.fast import FastRunner
 from diffusiongemma.engine.lane import STRANGE
@@ -30,7 +30,6 @@ from diffusiongemma.errors import DiffusionGemmaError
 # The stop rule is asked after every step and never satisfied.
 ASKED = {"early_stop": True, "stability": 1, "confidence": 1e-9}
 LOOKED_AT = 4  # steps that are taken apart
-BELIEVED = 0.9  # of a floor: what is in the card's cache already need not be read
 IMPOSSIBLE = 0.5  # of a floor: no such figure is told at all
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 Rows = list[tuple[str, str]]
+BELIEVED = 0.9  # of a floor: what is in the card's cache already need not be read
 
 
 def alternate(contestants: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 1) -> dict[str, list[float]]:
@@ -45,6 +46,13 @@ def slope(short: Callable[[], float], long: Callable[[], float], more: int, roun
         # A machine that was busy during the short call alone leaves nothing to subtract from.
         found.append((all_of_it - less) / more if all_of_it > less else all_of_it / more)
     return statistics.median(found)
+
+
+def doubt(what: str, seconds: float, floor: float) -> str | None:
+    """Why this figure cannot be, or None"""
+    if seconds >= BELIEVED * floor:
+        return None
+    return f"not to be believed: {what} takes {1e3 * floor:.1f} ms at least, not {1e3 * seconds:.1f}"
 
 
 def note(text: str) -> None:
