@@ -11,7 +11,6 @@ bit differs. Without a GPU, --tiny checks the script itself, in Triton's interpr
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,13 +25,16 @@ CUDA = torch.cuda.is_available()
 if not CUDA:
     import triton_cpu  # noqa: F401  # turns Triton's interpreter on, before Triton is imported
 
+from bench_stream import microseconds
+from exact_chain import ahead, config_for
+
 from diffusiongemma.config import FULL, SLIDING, ModelConfig
 from diffusiongemma.engine import Limits
 from diffusiongemma.engine.fast import FastRunner
+from diffusiongemma.engine.graphs import Recorder
 from diffusiongemma.model.backend import triton_ops
 from diffusiongemma.model.fused import Batch
 from diffusiongemma.model.quantize import Scheme, random_network
-from diffusiongemma.ops import kernels
 from diffusiongemma.ops.attention_cached import New
 
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -40,47 +42,20 @@ USERS, AT_ONCE = 2, 12
 
 
 def config_of(layers: int, tiny: bool) -> ModelConfig:
+    if tiny:
+        return config_for(False, layers)
     kinds = (SLIDING,) * (layers - 1) + (FULL,)
-    if not tiny:
-        return ModelConfig.preset("26b-a4b", num_hidden_layers=layers, layer_types=kinds, vocab_size=4096)
-    return ModelConfig.preset(
-        "tiny", vocab_size=384, hidden_size=128, intermediate_size=64, moe_intermediate_size=64,
-        num_hidden_layers=layers, layer_types=kinds, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        num_global_key_value_heads=1, global_head_dim=32, num_experts=16, top_k_experts=2, sliding_window=8,
-        canvas_length=8, eos_token_ids=(1,),
-    )  # fmt: skip
+    return ModelConfig.preset("26b-a4b", num_hidden_layers=layers, layer_types=kinds, vocab_size=4096)
 
 
-def recorded(work: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-    """-> what runs it again, and where its result lies"""
-    if not CUDA:
-        return work, work()
-    with kernels.compiling():
-        work()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        out = work()
-    return graph.replay, out
+def recorded(recorder: Recorder, work: Callable[[], Tensor]) -> tuple[Callable[[], None], list[Tensor]]:
+    """-> what runs it again, and where its result lies then"""
+    out = list[Tensor]()
 
+    def run() -> None:
+        out[:] = [work()]
 
-def microseconds(replays: list[Callable[[], object]], rounds: int) -> list[float]:
-    found: list[list[float]] = [[] for _ in replays]
-    for _ in range(rounds):
-        for replay, times in zip(replays, found, strict=True):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            replay()
-            begin.record()
-            for _ in range(AT_ONCE):
-                replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3 / AT_ONCE)
-    return [statistics.median(times) for times in found]
+    return recorder.record("a pass", run), out
 
 
 @torch.inference_mode()
@@ -117,9 +92,7 @@ def main() -> None:
 
     print(f"{args.quant}, {args.layers} layers, {torch.cuda.get_device_name() if CUDA else 'no card'}")
     filled = pass_of("encode", USERS, prefix, 0)
-    if CUDA:
-        with kernels.compiling():
-            filled()
+    ahead(DEVICE, filled)
     filled()
     ways, unequal = [triton_ops(stream=stream) for stream in (False, True)], 0
     cases = {
@@ -130,13 +103,13 @@ def main() -> None:
     for name, work in cases.items():
         replays, bits = [], []
         for network.ops in ways:
-            replay, out = recorded(work)
+            replay, out = recorded(runner.recorder, work)
             replay()
             replays.append(replay)
-            bits.append(out.clone())
+            bits.append(out[0].clone())
         same = torch.equal(*bits)
         unequal += not same
-        before, after = [us / args.layers for us in microseconds(replays, args.rounds)] if CUDA else [1.0, 1.0]
+        before, after = [us / args.layers for us in microseconds(replays, args.rounds, AT_ONCE)] if CUDA else [1.0, 1.0]
         told = f"two kernels {before:.1f} us a layer, streamed {after:.1f} ({after / before:.3f})" if CUDA else ""
         print(f"{name:<22}{told}; bits {'equal' if same else 'DIFFER'}", flush=True)
     sys.exit(1 if unequal else 0)

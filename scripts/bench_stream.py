@@ -69,17 +69,19 @@ def recorded(run: Callable[[int], Tensor]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def microseconds(graphs: list[torch.cuda.CUDAGraph]) -> list[float]:
-    found: list[list[float]] = [[] for _ in graphs]
-    for _ in range(TURNS):
-        for graph, times in zip(graphs, found, strict=True):
+def microseconds(replays: list[Callable[[], object]], rounds: int = TURNS, at_once: int = 1) -> list[float]:
+    """Median time of each, replayed by turns, `at_once` times on end"""
+    found: list[list[float]] = [[] for _ in replays]
+    for _ in range(rounds):
+        for replay, times in zip(replays, found, strict=True):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            graph.replay()
+            replay()
             begin.record()
-            graph.replay()
+            for _ in range(at_once):
+                replay()
             end.record()
             end.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3 / SETS)
+            times.append(begin.elapsed_time(end) * 1e3 / at_once)
     return [statistics.median(times) for times in found]
 
 
@@ -102,7 +104,7 @@ def measure(fmt: str, tokens: int, runs: int) -> int:
             recorded(lambda i, s=stream, r=rows, p=route, m=marks: call(r, p, m, i, sets[i], s))  # type: ignore[misc]
             for stream in (False, True)
         ]
-        before, after = microseconds(graphs)
+        before, after = (us / SETS for us in microseconds([graph.replay for graph in graphs]))
         counts = route[2].counts[:-1]
         print(
             f"{fmt:<5}{tokens:>5} tokens, {int(counts.min()):>3} to {int(counts.max()):>3} an expert: two kernels "

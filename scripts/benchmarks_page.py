@@ -262,11 +262,9 @@ def points(data: Data) -> Iterator[tuple[str, str, float, float]]:
     for r in steps(data):
         case = r["cases"][0]
         if "parts" in case:  # experts and dense MLP run beside each other
-            ms, *amounts = (sum(of_part) for of_part in zip(*(
-                (case["parts"].get(part, 0), *(case["floor"]["parts"][part][name] for name in ("tflop", "gb")))
-                for part in ("experts", "dense MLP")
-            ), strict=True))  # fmt: skip
-            tflop, gigabytes = amounts
+            parts = ("experts", "dense MLP")
+            ms = sum(case["parts"].get(part, 0) for part in parts)
+            tflop, gigabytes = (sum(case["floor"]["parts"][part][name] for part in parts) for name in ("tflop", "gb"))
             if ms:
                 yield "its experts and dense MLP", r["weights"], tflop / gigabytes * 1e3, tflop / ms * 1e3
 

@@ -47,7 +47,6 @@ from exact_sampler import sampler_cases
 from exact_shapes import Inputs, Shapes, shapes_of
 
 from diffusiongemma.model.backend import Ops, triton_ops
-from diffusiongemma.ops import kernels
 
 KINDS = tuple(DENSE)
 HEAD = f"{'operation':30} {'shape':60} {'format':15} {'result':26} {'error':>8} {'limit':>8} {'worst':>6}"
@@ -129,12 +128,13 @@ def line(case: Case, what: str, v: Verdict) -> str:
 @torch.inference_mode()
 def compile_ahead(cases: Sequence[Case], ops: Ops) -> None:
     """All kernels at once, on all cores. What fails here fails again when it is called, and is told then."""
-    if DEVICE.type == "cuda":
-        with kernels.compiling():
-            for case in cases:
-                with suppress(Exception):
-                    case.call(ops)
-        wait()
+
+    def call_all() -> None:
+        for case in cases:
+            with suppress(Exception):
+                case.call(ops)
+
+    exact_chain.ahead(DEVICE, call_all)
 
 
 def check_kind(kind: str, shapes: Shapes, exact: bool, refer: bool, only: str, say: Say) -> bool:

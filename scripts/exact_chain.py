@@ -31,7 +31,7 @@ TOKENS = 4  # that each row gets one by one
 LENGTHS = {True: ((40, 300, 700), (100,)), False: ((5, 11), (7,))}
 
 
-def config_for(card: bool) -> ModelConfig:
+def config_for(card: bool, layers: int = 2) -> ModelConfig:
     sizes: dict[str, Any] = dict(
         vocab_size=4096, hidden_size=512, intermediate_size=512, moe_intermediate_size=128, head_dim=256,
         global_head_dim=512, num_experts=32, top_k_experts=4, sliding_window=128, canvas_length=256,
@@ -42,8 +42,8 @@ def config_for(card: bool) -> ModelConfig:
             global_head_dim=32, num_experts=16, top_k_experts=2, sliding_window=8, canvas_length=8,
         )  # fmt: skip
     heads = dict(num_attention_heads=4, num_key_value_heads=2, num_global_key_value_heads=1)
-    layers = dict(num_hidden_layers=2, layer_types=(SLIDING, FULL), eos_token_ids=(1,))
-    return ModelConfig.preset("tiny", **sizes, **heads, **layers)
+    kinds = dict(num_hidden_layers=layers, layer_types=(SLIDING,) * (layers - 1) + (FULL,), eos_token_ids=(1,))
+    return ModelConfig.preset("tiny", **sizes, **heads, **kinds)
 
 
 def wait(device: torch.device) -> None:

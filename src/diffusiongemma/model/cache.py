@@ -89,11 +89,9 @@ class CacheRow:
 
     def _between(self, layer: int, first: int, end: int) -> tuple[list[Tensor], list[Tensor]]:
         """The tokens at positions first … end - 1, as one or two views."""
-        slots, count = self.keys[layer].shape[1], end - first
-        start = first % slots if self.config.is_sliding(layer) else first
-        spans = [(start, min(start + count, slots)), (0, start + count - slots)]
-        keys, values = self.keys[layer], self.values[layer]
-        return [keys[:, a:b] for a, b in spans if b > a], [values[:, a:b] for a, b in spans if b > a]
+        slots, keys, values = self._slots(layer), self.keys[layer], self.values[layer]
+        spans = [slice(start, start + count) for start, _, count in _runs(first, end, slots, slots)]
+        return [keys[:, span] for span in spans], [values[:, span] for span in spans]
 
     def check_room(self, count: int) -> None:
         if self.length + count > self.max_length:
@@ -118,7 +116,7 @@ class CacheRow:
 
     def _grow(self, layer: int, needed: int) -> None:
         """Room for so many tokens; a ring has what it needs."""
-        slots = self.keys[layer].shape[1]
+        slots = self._slots(layer)
         if needed <= slots or self.config.is_sliding(layer):
             return
         for store in (self.keys, self.values):

@@ -216,8 +216,7 @@ class FusedNetwork:
             x, to_dense, to_sparse, index, weight = routed
             join = self._begun(lambda: layer.mlp(ops, to_dense), beside)
         else:
-            # Experts that are streamed stay on all multiprocessors: they are to be there first, with weights on their
-            # way before their turn has come, and room beside them.
+            # Streamed experts stay on all multiprocessors: they are to be there first, their weights on the way early.
             streamed = counts is not None and ops.streams(len(x), router.top_k, layer.up, layer.down)
             x, to_dense, to_sparse = ops.after_attention(x, branch, *norms, self.eps, quant, eager=streamed)
             slim = beside and streamed

@@ -50,22 +50,14 @@ def load_row(x, width, PIECE: tl.constexpr):
 
 
 @triton.jit
-def store_row(out, y, width, PIECE: tl.constexpr):
+def store_row(out, y, width, PIECE: tl.constexpr, KEEP: tl.constexpr = False):
+    """KEEP: it is read after much else went through the L2 cache, and is to stay there until then"""
     d = tl.arange(0, PIECE)
     kind: tl.constexpr = out.dtype.element_ty
-    tl.store(out + d, y[0].to(kind), mask=d < width)
-    tl.store(out + PIECE + d, y[1].to(kind), mask=PIECE + d < width)
-    tl.store(out + 2 * PIECE + d, y[2].to(kind), mask=2 * PIECE + d < width)
-
-
-@triton.jit
-def keep_row(out, y, width, PIECE: tl.constexpr):
-    """As `store_row`, of what is read after much else went through the L2 cache"""
-    d = tl.arange(0, PIECE)
-    kind: tl.constexpr = out.dtype.element_ty
-    tl.store(out + d, y[0].to(kind), mask=d < width, eviction_policy="evict_last")
-    tl.store(out + PIECE + d, y[1].to(kind), mask=PIECE + d < width, eviction_policy="evict_last")
-    tl.store(out + 2 * PIECE + d, y[2].to(kind), mask=2 * PIECE + d < width, eviction_policy="evict_last")
+    stay: tl.constexpr = "evict_last" if KEEP else ""
+    tl.store(out + d, y[0].to(kind), mask=d < width, eviction_policy=stay)
+    tl.store(out + PIECE + d, y[1].to(kind), mask=PIECE + d < width, eviction_policy=stay)
+    tl.store(out + 2 * PIECE + d, y[2].to(kind), mask=2 * PIECE + d < width, eviction_policy=stay)
 
 
 @triton.jit
@@ -154,10 +146,7 @@ def _after_attention_kernel(
     y = load_row(x + row * width, width, PIECE)
     y = added(wide(y), weighed(normed(wide(z), width, eps), w_post))
     y = stored(y, x_out)
-    if KEEP:
-        keep_row(x_out + row * width, y, width, PIECE)
-    else:
-        store_row(x_out + row * width, y, width, PIECE)
+    store_row(x_out + row * width, y, width, PIECE, KEEP)
     y = normed(y, width, eps)
     put_row(dense_out, dense_scale, weighed(y, w_dense), row, width, PIECE, LIMIT, HOPPER)
     put_row(sparse_out, sparse_scale, weighed(y, w_sparse), row, width, PIECE, LIMIT, HOPPER)
