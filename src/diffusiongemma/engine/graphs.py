@@ -10,6 +10,7 @@ keeps for one stream serves no other, and every stream gets a workspace of its o
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
@@ -48,6 +49,13 @@ class Recorder:
 
     def _record(self, name: str, work: Work, changed: list[Tensor]) -> Work:
         began = time.perf_counter()
+        with uncollected():
+            graph = self._captured(work, changed)
+        self.recorded += 1
+        log.info("recorded %s in %.2f s", name, time.perf_counter() - began)
+        return graph.replay
+
+    def _captured(self, work: Work, changed: list[Tensor]) -> torch.cuda.CUDAGraph:
         torch.cuda.empty_cache()  # what was left by others would lie beside the pool
         graph = torch.cuda.CUDAGraph()
         with _kept(changed), self._rehearsing(), kernels.compiling():
@@ -57,9 +65,7 @@ class Recorder:
                 work()  # libraries set themselves up before anything is recorded
             with self._recording(graph):
                 work()
-        self.recorded += 1
-        log.info("recorded %s in %.2f s", name, time.perf_counter() - began)
-        return graph.replay
+        return graph
 
     def _recording(self, graph: torch.cuda.CUDAGraph) -> AbstractContextManager[None]:
         assert self._pool is not None
@@ -79,6 +85,19 @@ class Recorder:
                 yield
         finally:
             current.wait_stream(self._stream)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Inside, Python looks for no garbage: a graph of an engine that is gone, destroyed in the middle of a recording,
+    would spoil it."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _memory(device: torch.device) -> torch.cuda.MemPool:
