@@ -88,7 +88,7 @@ def main() -> None:
 
     def pass_of(mode: Literal["encode", "denoise"], users: int, each: int, held: int) -> Callable[[], Tensor]:
         batch = batch_of(users, each, held)
-        return lambda: network._run(mode, x[: users * each], batch)
+        return lambda: network._run(x[: users * each], (mode, batch))
 
     print(f"{args.quant}, {args.layers} layers, {torch.cuda.get_device_name() if CUDA else 'no card'}")
     filled = pass_of("encode", USERS, prefix, 0)

@@ -1,4 +1,5 @@
-"""Texts of several blocks on small networks: commits launched behind the last step, caches that are only filled."""
+"""Texts of several blocks on small networks: commits launched behind the last step, alone or with the next canvas's
+first, and caches that are only filled."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import torch
 from runner_small import LIMITS, SMALL, run_all, tell_differences
 from runner_stage import BF16, DEVICE, TINY, check
 
+from diffusiongemma.config import ModelConfig
 from diffusiongemma.engine import Request, SamplingParams
 from diffusiongemma.engine.fast import FastRunner
 from diffusiongemma.model import DiffusionGemma
@@ -15,20 +17,28 @@ from diffusiongemma.model.backend import triton_ops
 from diffusiongemma.model.pool import PoolRow
 from diffusiongemma.model.quantize import Scheme, random_network
 
-# A block is committed ahead only where its row could forget it again: the ring must have room for it.
+# Of several users a block is committed ahead only where its row could forget it again: the ring must have room for it.
+# What one user's overwrites is put aside.
 CONFIG = replace(SMALL, sliding_window=64 if TINY else 2048)
+NARROW = replace(CONFIG, sliding_window=SMALL.sliding_window)
 BLOCKS = 2 if TINY else 3
 WIDE = replace(LIMITS, chunk=16 if TINY else 1024)  # four blocks are committed in one pass
 
 
 def blocks(kind: str | None) -> None:
-    scheme = None if kind is None else Scheme.parse(kind, 64 if kind == "int4" else None)
-    model = random_network(CONFIG, scheme, DEVICE, BF16, std=0.05)
-    model.self_conditioning.down_proj.weight.mul_(0.1)
     name = kind or "bf16"
-    for users in (1,) if TINY else (1, 4):
+    narrow, model = (_network(config, kind) for config in (NARROW, CONFIG))
+    _ahead(f"{name}, 1 user, a narrow window", narrow, 1)
+    for users in () if TINY else (1, 4):
         _ahead(f"{name}, {users} users", model, users)
     _remembered(name, model)
+
+
+def _network(config: ModelConfig, kind: str | None) -> DiffusionGemma:
+    scheme = None if kind is None else Scheme.parse(kind, 64 if kind == "int4" else None)
+    model = random_network(config, scheme, DEVICE, BF16, std=0.05)
+    model.self_conditioning.down_proj.weight.mul_(0.1)
+    return model
 
 
 def _ahead(name: str, model: DiffusionGemma, users: int) -> None:
@@ -36,7 +46,9 @@ def _ahead(name: str, model: DiffusionGemma, users: int) -> None:
     asked = _requests(users)
     early = Spy(model, triton_ops(exact=True), WIDE)
     got = run_all(model, early, asked)
-    check(f"{name}: blocks committed before they are read", early.ahead_of == users * (BLOCKS - 1), str(early.ahead_of))
+    ahead = users * (BLOCKS - 1)
+    check(f"{name}: blocks committed before they are read", early.ahead_of == ahead, str(early.ahead_of))
+    check(f"{name}: … in one pass with a step", early.turned == (ahead if users == 1 else 0), str(early.turned))
     others = {"that waits": FastRunner(model, triton_ops(exact=True), LIMITS, ahead=False)}
     if not TINY:
         others["without graphs"] = FastRunner(model, triton_ops(exact=True), LIMITS, graphs=False)
@@ -49,11 +61,12 @@ def _ahead(name: str, model: DiffusionGemma, users: int) -> None:
 
 
 class Spy(FastRunner):
-    ahead_of = 0  # blocks
+    ahead_of = turned = 0  # blocks
 
     def _commit_ahead(self, *args):  # type: ignore[no-untyped-def]
         found = super()._commit_ahead(*args)
         self.ahead_of += len(found)
+        self.turned += sum(block.following is not None for block in found)
         return found
 
 

@@ -1,5 +1,6 @@
 """The floors of the 26B are the published ones, and each part of them can be counted by hand."""
 
+from dataclasses import replace
 from statistics import mean, median
 
 import pytest
@@ -102,9 +103,14 @@ def test_a_request_is_its_passes() -> None:
     model = DiffusionGemma(ModelConfig.preset("tiny"))
     whole = request_seconds(model, H200, 2, 64, 64, 3, 32, chunk=64)
     hit = expected_hit(model, 64)
-    parts = 2 * encode_work(model, 1, 0, 64, hit).seconds(H200) + encode_work(model, 2, 64, 32, hit).seconds(H200)
-    parts += 3 * sum(step_work(model, 2, at, 32, hit).seconds(H200) for at in (64, 96))
-    assert whole == pytest.approx(parts)
+    parts = 2 * encode_work(model, 1, 0, 64, hit).seconds(H200)
+    steps = [step_work(model, 2, at, 32, hit) for at in (64, 96)]
+    parts += 3 * sum(step.seconds(H200) for step in steps)
+    assert whole == pytest.approx(parts), "the second block's first step reads what the first one's commit needs"
+    slow = replace(H200, wide=1e9)  # operations decide: those of the commit come on top
+    parts = 2 * encode_work(model, 1, 0, 64, hit).seconds(slow) + 3 * sum(step.seconds(slow) for step in steps)
+    parts += encode_work(model, 2, 64, 32, hit).seconds(slow)
+    assert request_seconds(model, slow, 2, 64, 64, 3, 32, chunk=64) == pytest.approx(parts)
     short = prompt_seconds(model, H200, 4, 16, chunk=64)  # four share a pass
     assert short == pytest.approx(encode_work(model, 4, 0, 16, hit).seconds(H200))
     cut = prompt_seconds(model, H200, 4, 48, chunk=32, room=64)  # two share a pass of 32 tokens each, then one of 16

@@ -12,6 +12,7 @@ from diffusiongemma.config import ModelConfig
 from diffusiongemma.diffusion import SeededDraws
 from diffusiongemma.engine import Commit, Draft, End, Engine, Event, Limits, Request
 from diffusiongemma.engine.fast import FastRunner
+from diffusiongemma.engine.graphs import Recorder, Work
 from diffusiongemma.model import DiffusionGemma
 from diffusiongemma.model.backend import torch_ops
 from diffusiongemma.ops import vocab
@@ -66,6 +67,19 @@ class BoardDraws:
     def _drawn(self, count: int, vocab_size: int) -> tuple[Tensor, Tensor]:
         seed, step = torch.full((count,), self.seed), torch.full((count,), self.steps)
         return vocab.draws(seed, step, torch.arange(count), vocab_size)
+
+
+class RunningRecorder(Recorder):
+    """As on a card: recording runs the work, twice, and puts back what it was told of."""
+
+    def record(self, name: str, work: Work, changed: Iterable[Tensor] = ()) -> Work:
+        kept = [(tensor, tensor.clone()) for tensor in changed]
+        for _ in range(2):
+            work()
+            for tensor, value in kept:
+                tensor.copy_(value)
+        self.recorded += 1
+        return work
 
 
 def told(events: Iterable[Event]) -> list[tuple[object, ...]]:

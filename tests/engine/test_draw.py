@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from diffusiongemma.diffusion import SeededDraws
 from diffusiongemma.engine import Commit, End, Engine, Limits, Request, SamplingParams
 from diffusiongemma.engine.draw import DrawLane, drawable
 from diffusiongemma.engine.engine import Handle
 from diffusiongemma.engine.fast import FastRunner
-from diffusiongemma.engine.graphs import Recorder, Work
 from diffusiongemma.engine.runner import draw_token
 from diffusiongemma.model import CacheRow
 from diffusiongemma.ops import vocab
 from diffusiongemma.text.bytes import byte_tokenizer
-from engine.runners import CONFIG, SMALL, BoardDraws, all_at_once, fast_engine, make_model, plain_engine, told
+from engine.runners import (
+    CONFIG,
+    SMALL,
+    BoardDraws,
+    RunningRecorder,
+    all_at_once,
+    fast_engine,
+    make_model,
+    plain_engine,
+    told,
+)
 
 prompts = st.lists(st.integers(3, 383), min_size=1, max_size=40).map(tuple)
 forbidden = st.lists(st.integers(0, 383), max_size=4).map(tuple)
@@ -255,19 +263,6 @@ def test_rows_that_move() -> None:
         assert isinstance(runner, FastRunner)
         assert runner.pool.moves > 2
         assert [e[:-1] for e in got] == [told(plain.submit(request))[:-1] for request in asked]
-
-
-class RunningRecorder(Recorder):
-    """As on a card: recording runs the work, twice, and puts back what it was told of."""
-
-    def record(self, name: str, work: Work, changed: Iterable[Tensor] = ()) -> Work:
-        kept = [(tensor, tensor.clone()) for tensor in changed]
-        for _ in range(2):
-            work()
-            for tensor, value in kept:
-                tensor.copy_(value)
-        self.recorded += 1
-        return work
 
 
 def test_recording_leaves_no_trace() -> None:

@@ -69,15 +69,18 @@ def test_a_letter_that_raises_is_told_once_and_the_others_are_told() -> None:
 
 
 def orders_of(engine: Engine, request: Request) -> list[str]:
-    """What happens, in order, while this request runs: passes that are launched, and blocks that are told."""
+    """What happens, in order, while this request runs: passes that are launched, and blocks that are told. A "turn" is
+    a commit and a step in one."""
     runner, found = engine.scheduler.runner, list[str]()
     assert isinstance(runner, FastRunner)
     encode = runner.slate._pass
     runner.slate._pass = lambda *a, **k: (found.append("encode"), encode(*a, **k))[1]  # type: ignore[method-assign]
-    lanes = [runner.lane(16, ruled=True), runner.drawing]
-    launches = [lane.launch for lane in lanes]
+    canvases = runner.lane(16, ruled=True)
+    lanes = [canvases, runner.drawing]
+    launches, turn = [lane.launch for lane in lanes], canvases.turn
     for lane, launch in zip(lanes, launches, strict=True):
         lane.launch = lambda launch=launch: (found.append("step"), launch())[1]  # type: ignore[method-assign]
+    canvases.turn = lambda blocks: (found.append("turn"), turn(blocks))[1]  # type: ignore[method-assign]
 
     def hear(event: Event) -> None:
         found.append(event.kind)
@@ -89,6 +92,7 @@ def orders_of(engine: Engine, request: Request) -> list[str]:
     runner.slate._pass = encode  # type: ignore[method-assign]
     for lane, launch in zip(lanes, launches, strict=True):
         lane.launch = launch  # type: ignore[method-assign]
+    canvases.turn = turn  # type: ignore[method-assign]
     return found
 
 
@@ -103,7 +107,7 @@ def test_the_next_canvas_is_under_way_before_a_block_is_told(stop: tuple[str, ..
     steps = ["step"] * 3
     further = ["encode", "step", "commit", *steps[1:]]
     if ahead:
-        further = ["encode", "step", "step", "commit", "step"]
+        further = ["turn", "step", "commit", "step"] if stop else ["turn", "commit", *steps[1:]]
     assert found == ["encode", *steps, *further, *further, "commit", "end"]
 
 

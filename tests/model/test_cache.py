@@ -73,6 +73,43 @@ def test_truncate_forgets_exactly_or_refuses(start: int, dropped: int, rollback:
         same(cache, twin)
 
 
+@given(st.integers(1, 40), st.integers(1, 20), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_what_was_put_aside_comes_back(start: int, more: int, all_of_it: bool) -> None:
+    """Whatever the window: tokens that came behind are forgotten, and what they overwrote is there again."""
+    cache = filled(start)
+    row = cache.rows[0]
+    row.put_aside(more)
+    MODEL.encode(tokens(more if all_of_it else 1, seed=7), cache)
+    row.truncate(start)
+    assert cache.lengths == [start]
+    same(cache, filled(start))
+    assert row.can_truncate(max(0, start - 1)) == (start == 1 or filled(start).rows[0].can_truncate(start - 1))
+    MODEL.encode(tokens(9, seed=8), cache)  # and what comes after goes on from there
+    twin = filled(start)
+    MODEL.encode(tokens(9, seed=8), twin)
+    same(cache, twin)
+
+
+def test_what_was_put_aside_is_for_that_length_alone() -> None:
+    cache = filled(20)
+    row = cache.rows[0]
+    row.put_aside(4)
+    MODEL.encode(tokens(4, seed=7), cache)
+    assert not row.can_truncate(20), "a fork would find what is there now"
+    with pytest.raises(CacheError, match="rollback"):
+        row.truncate(21)
+    row.put_aside(4)
+    MODEL.encode(tokens(4, seed=7), cache)
+    row.drop_aside()
+    with pytest.raises(CacheError, match="rollback"):
+        row.truncate(24)
+    row.put_aside(2)
+    MODEL.encode(tokens(4, seed=7), cache)  # more than was put aside for
+    with pytest.raises(CacheError, match="rollback"):
+        row.truncate(28)
+
+
 @given(st.integers(0, 30), st.integers(1, 30))
 @settings(max_examples=40, deadline=None)
 def test_a_fork_is_independent(start: int, more: int) -> None:

@@ -98,6 +98,35 @@ def test_remembering_fills_the_cache_as_encoding_does(kind: str | None) -> None:
                 assert torch.equal(torch.cat(x, dim=1), torch.cat(y, dim=1))
 
 
+@pytest.mark.parametrize("kind", [None, "fp8"])
+@pytest.mark.parametrize("before", [[3, 2], [20, 5], [30, 14]])  # the last wrap their rings with the block
+def test_a_turn_is_a_commit_and_a_step(kind: str | None, before: list[int]) -> None:
+    torch.manual_seed(1)
+    model = network(kind)
+    assert prepare(model, torch_ops()) == []
+    pool = CachePool(CONFIG, 1 << 20, torch.float32)
+    fused = FusedNetwork(model, pool, torch_ops())
+    apart, at_once = ([pool.new_row(60) for _ in before] for _ in range(2))
+    prompt, block, canvas = (torch.randint(0, 96, (n,)) for n in (sum(before), 16, 16))
+    soft, each = torch.randn(16, 128), [8, 8]
+    for rows in (apart, at_once):
+        fused.remember(prompt, batch_over(pool, rows, before))
+        for row, n in zip(rows, before, strict=True):
+            row.advance(n)
+    committed = [batch_over(pool, rows, each) for rows in (apart, at_once)]
+    for row in (*apart, *at_once):
+        row.advance(8)
+    behind = [batch_over(pool, rows, each) for rows in (apart, at_once)]
+    fused.remember(block, committed[0])
+    want = fused.denoise(canvas, soft, behind[0])
+    got = fused.turn(block, committed[1], canvas, soft, behind[1])
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    for a, b in zip(apart, at_once, strict=True):
+        for layer in range(CONFIG.num_hidden_layers):
+            for x, y in zip(a.last(layer, 60), b.last(layer, 60), strict=True):
+                torch.testing.assert_close(torch.cat(x, dim=1), torch.cat(y, dim=1), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
 def test_with_activations_in_fp8_it_is_as_close_to_the_truth(kind: str) -> None:
     """It rounds in other places than the plain network, so the two are not the same."""

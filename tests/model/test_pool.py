@@ -129,6 +129,28 @@ def test_a_fork_copies_all_layers_at_once(length: int) -> None:
     assert same(twin, other)
 
 
+@pytest.mark.parametrize("moved", [False, True])
+def test_what_was_put_aside_comes_back_where_the_row_lies_now(moved: bool) -> None:
+    twins = Twins([20, 80, 20])
+    for size in (20, 80, 20):
+        twins.new(size)
+    twins.cut(1, 0)
+    twins.fill(1, 70)
+    row, other = twins.living[1], twins.others[1]
+    want = other.fork(80)
+    for of in (row, other):
+        of.put_aside(10)
+    twins.fill(1, 10)
+    if moved:
+        before = row.start
+        twins.drop(0, 2)
+        twins.new(38)
+        assert row.start < before
+    twins.cut(1, 70)
+    twins.check()
+    assert same(row, want)
+
+
 orders = st.tuples(st.sampled_from(["new", "new", "fork", "drop", "cut"]), st.integers(1, 70))
 
 

@@ -69,6 +69,23 @@ def test_norms_with_what_surrounds_them(dtype, quant) -> None:
                 close_rows(one, other, quant)
 
 
+@pytest.mark.parametrize("module", [norm_triton, fused])
+@pytest.mark.parametrize("first", [0, 1, 3, 4])
+def test_rows_behind_have_a_scalar_of_their_own(module, first) -> None:
+    x, dense, sparse, *weights = (randn(4, 72, seed=i) for i in range(7))
+    scalars = [torch.tensor([value], device=DEVICE) for value in (0.7, 1.3)]
+
+    def after(part: slice, scalar: torch.Tensor, **more) -> list[torch.Tensor]:
+        given = (x[part], dense[part], sparse[part], tuple(w[0] for w in weights[:3]), scalar, weights[3][0], EPS)
+        out, rows = module.after_feed_forward(*given, **more)
+        return [out, rows.values]
+
+    both = after(slice(None), scalars[0], behind=(first, scalars[1]))
+    apart = zip(after(slice(first), scalars[0]), after(slice(first, None), scalars[1]), strict=True)
+    for got, want in zip(both, apart, strict=True):
+        assert torch.equal(got, torch.cat(want))
+
+
 def test_sums_of_pairs_leave_them_alone() -> None:
     pairs = randn(6, 8)
     before = pairs.clone()

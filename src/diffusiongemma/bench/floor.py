@@ -114,14 +114,15 @@ def request_seconds(
     chunk: int,
     room: int | None = None,
 ) -> float:
-    """Prompts, the steps of every block of all users together, a commit of every block but the last."""
+    """Prompts, the steps of every block of all users together, a commit of every block but the last, whose weights the
+    first step of the next reads, too."""
     total, hit = prompt_seconds(model, card, users, prefix, chunk, room), expected_hit(model, users * width)
-    blocks = -(-tokens // width)
-    for block in range(blocks):
-        at = prefix + block * width
-        total += steps * step_work(model, users, at, width, hit).seconds(card)
-        if block + 1 < blocks:
-            total += encode_work(model, users, at, width, hit).seconds(card)
+    for at in range(prefix, prefix + tokens, width):
+        step = step_work(model, users, at, width, hit)
+        total += steps * step.seconds(card)
+        if at > prefix:
+            commit = encode_work(model, users, at - width, width, hit)
+            total += Work(step.bits, step.bytes, step.flops + commit.flops).seconds(card) - step.seconds(card)
     return total
 
 

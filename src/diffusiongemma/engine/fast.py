@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from diffusiongemma.engine.lane import Lane, is_ruled, is_warm
 from diffusiongemma.engine.params import WIDTHS
 from diffusiongemma.engine.runner import FULL, Runner, default_chunk, default_room
 from diffusiongemma.engine.scheduler import Limits
-from diffusiongemma.engine.sequence import Sequence
+from diffusiongemma.engine.sequence import Block, Sequence
 from diffusiongemma.engine.slate import Slate
 from diffusiongemma.errors import DeviceError
 from diffusiongemma.model import CacheRow, DiffusionGemma
@@ -30,8 +31,17 @@ from diffusiongemma.model.pool import CachePool
 from diffusiongemma.model.support import prepare, unsupported
 
 log = logging.getLogger(__name__)
+TURN = 1024  # tokens: a pass of so many takes hardly longer than one of half of them, for it reads the same experts
 MOST_LANES = 8  # of widths that may never come again: whose boards are kept
 Place = tuple[int, bool, bool]  # a lane: the width of its canvases, whether they are warm, and ruled (`Lane`)
+
+
+class Ahead(NamedTuple):
+    """A block that was committed before it was read."""
+
+    sequence: Sequence
+    before: int  # tokens that its row had
+    following: Block | None  # the canvas behind it, if that was begun
 
 
 class FastRunner(Runner):
@@ -62,6 +72,7 @@ class FastRunner(Runner):
         self.drawing = DrawLane(self.network, self.recorder, limits.max_rows)
         self._usual = {*WIDTHS, model.config.canvas_length}
         self._lanes: dict[Place, Lane] = {}  # the last used comes last
+        self._blocks = list[tuple[Sequence, list[int]]]()  # finished, and not in the cache yet
 
     def new_row(self, max_length: int) -> CacheRow:
         return self.pool.new_row(max_length)
@@ -91,8 +102,18 @@ class FastRunner(Runner):
         rest = [(sequence, tokens) for sequence, tokens in work if not drawable(sequence)]
         if self._launch(self.drawing, drawing):
             self._land([self.drawing])
-        if rest:
+        if self._blocks_alone(work):
+            self._blocks = rest  # until it is known who steps: `_commit_waiting`
+            for sequence, _ in rest:
+                sequence.metrics.encoder_forwards += 1
+                sequence.encoded()
+        elif rest:
             super().encode(rest)
+
+    def _blocks_alone(self, work: Seq[tuple[Sequence, list[int]]]) -> bool:
+        """Are these a few finished blocks, and nothing else?"""
+        blocks = [s for s, tokens in work if s.reply and s.params.mode == "diffusion" and s.to_encode == len(tokens)]
+        return self.ahead and len(blocks) == len(work) and 2 * sum(len(tokens) for _, tokens in work) <= TURN
 
     @torch.inference_mode()
     def denoise(self, sequences: Seq[Sequence]) -> None:
@@ -102,18 +123,38 @@ class FastRunner(Runner):
                 plain.append(sequence)
             else:
                 seated.setdefault(place, []).append(sequence)
+        self._commit_waiting(seated, sequences)
         lanes = list[Lane]()
         for place in {**dict.fromkeys(self._flying()), **seated}:
             if self._launch(lane := self.lane(*place), seated.get(place, [])):
                 lanes.append(lane)
         try:
-            blocks = self._commit_ahead(lanes, len(sequences)) if self.ahead else []
+            ahead = self._commit_ahead(lanes, len(sequences)) if self.ahead else []
         finally:  # should it fail, a finished block is told all the same
             self._land(lanes)
-        self._settle(blocks)
+        self._settle(ahead)
         self._drop_lanes()
         if plain:
             super().denoise(plain)
+
+    def _commit_waiting(self, seated: dict[Place, list[Sequence]], sequences: Seq[Sequence]) -> None:
+        """Blocks that `encode` left: with the first step of the canvases behind them, if those are all who step"""
+        waiting, self._blocks = self._blocks, []
+        tokens = {id(sequence): tokens for sequence, tokens in waiting if sequence.phase == "denoise"}
+        behind = [sequence for sequence in sequences if id(sequence) in tokens]
+        if not behind:
+            return
+        if list(seated.values()) == [behind] and len(behind) == len(sequences):
+            lane = self.lane(*next(iter(seated)))
+            if lane.flights and not lane.expected():
+                lane.discard()
+            if not lane.flights and all(len(tokens[id(s)]) == lane.width for s in behind):
+                lane.seat(behind)
+                lane.turn(torch.tensor([tokens[id(s)] for s in lane.passengers]))
+                return
+        counts = [len(tokens[id(s)]) for s in behind]
+        packed = torch.tensor([token for s in behind for token in tokens[id(s)]])
+        self._remember(packed, [s.row for s in behind if s.row is not None], counts)
 
     def _flying(self) -> list[Place]:
         return [place for place, lane in self._lanes.items() if lane.flights]
@@ -145,28 +186,39 @@ class FastRunner(Runner):
         if any(lane.flights for lane in lanes):
             self.outbox.deliver()
 
-    def _commit_ahead(self, lanes: Seq[Lane], waiting: int) -> list[tuple[Sequence, int]]:
+    def _commit_ahead(self, lanes: Seq[Lane], waiting: int) -> list[Ahead]:
         """Launch the commit of blocks whose last step is under way, if no other canvas waits: the device has their
-        tokens before the host has. -> whose, and how many tokens its row had before"""
+        tokens before the host has. Of few it goes with the first step of what follows."""
         ending = lanes[0].ending() if len(lanes) == 1 else []
         rows = [sequence.row for sequence in ending if sequence.row is not None]
         if not rows or len(rows) != waiting or len(rows) * lanes[0].width > self.room:
             return []
-        before = [(sequence, row.length) for sequence, row in zip(ending, rows, strict=True)]
-        tokens = lanes[0].board.previous[: len(rows)].flatten()
-        self.slate.remember(tokens, rows, [lanes[0].width] * len(rows))
-        return before
+        lane, few = lanes[0], 2 * len(rows) * lanes[0].width <= TURN
+        outgrown = [row for row in rows if row.length + lane.width > row.ring]
+        if outgrown and not few:
+            return []  # a row must be able to forget its block again, and it is much that would have to be put aside
+        for row in outgrown:
+            row.put_aside(lane.width)
+        before = [row.length for row in rows]
+        blocks: list[Block | None] = [None] * len(rows)
+        following = [sequence.foresee() for sequence in ending] if few else []
+        if few and all(map(lane.fits, following)):
+            lane.turn(lane.succeed(following))
+        else:
+            self.slate.remember(lane.board.previous[: len(rows)].flatten(), rows, [lane.width] * len(rows))
+        return list(map(Ahead, ending, before, following or blocks))
 
-    def _settle(self, blocks: Seq[tuple[Sequence, int]]) -> None:
+    def _settle(self, blocks: Seq[Ahead]) -> None:
         """These blocks were committed before they were read. Who turned out to be at its end, or was cancelled, forgets
         what came after it; the others go on."""
-        for sequence, before in blocks:
+        for sequence, before, following in blocks:
             assert sequence.row is not None
             if sequence.phase == "encode":
                 sequence.metrics.encoder_forwards += 1
-                sequence.encoded()
+                sequence.encoded(following)
             else:
                 sequence.row.truncate(before)
+            sequence.row.drop_aside()
 
     def _place(self, sequence: Sequence) -> Place | None:
         """The lane that this canvas goes in; None: the plain way."""

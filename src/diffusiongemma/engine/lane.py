@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from diffusiongemma.diffusion import Canvas, Denoiser
-from diffusiongemma.diffusion.batch import Board, Outcome
+from diffusiongemma.diffusion.batch import Board, Outcome, unfit
 from diffusiongemma.engine.graphs import Mailbox, Recorder, Work
-from diffusiongemma.engine.sequence import Sequence
+from diffusiongemma.engine.sequence import Block, Sequence
 from diffusiongemma.model.fused import Batch, FusedNetwork
 from diffusiongemma.model.pool import PoolRow
 from diffusiongemma.ops.attention_cached import New
@@ -35,9 +35,10 @@ class Kind:
 
     rows: int
     reach: int  # `CachePool.reach_for` the longest cache row
+    turn: bool = False  # the blocks before these canvases are committed in the same pass
 
     def __str__(self) -> str:
-        return f"a step of {self.rows} over {self.reach} tokens"
+        return f"a step of {self.rows} over {self.reach} tokens{', with the commit before it' if self.turn else ''}"
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ class Lane:
         self.length = torch.zeros(rows, dtype=torch.int32, device=device)
         self._within = torch.arange(width, dtype=torch.int32, device=device)
         self._begin = torch.arange(0, rows * width + 1, width, dtype=torch.int32, device=device)
+        self._block = torch.zeros_like(self.board.tokens)  # what a turn commits
+        self._block_begin = self._begin.clone()
         self._mailbox = Mailbox(self.board.out)
         self._steps: dict[Kind, Work] = {}
         self._taken: dict[Kind, int] = {}  # steps that were not worth recording yet
@@ -113,6 +116,12 @@ class Lane:
             soft = None if sequence.soft is None else sequence.soft[: self.width]
             self.board.put(row, denoiser, canvas, soft, sequence.metrics.seed, sequence.metrics.steps)
 
+    def fits(self, block: Block) -> bool:
+        """Can this canvas be seated here?"""
+        denoiser, canvas = block
+        alike = (is_warm(denoiser), is_ruled(denoiser)) == (self.warm, self.ruled)
+        return alike and len(canvas) == self.width and unfit(denoiser) is None
+
     def _tell_rows(self) -> None:
         """Where the cache rows lie and how long they are, if the device does not know it.
 
@@ -137,7 +146,31 @@ class Lane:
     def launch(self) -> None:
         """One step of all that are seated."""
         self._tell_rows()
-        kind = self.kind()
+        self._launch(self.kind())
+
+    def turn(self, blocks: Tensor) -> None:
+        """Commit the blocks [B, L] of all that are seated, and take a step of their canvases behind them, in one pass.
+        Their rows grow by it."""
+        self._tell_rows()
+        rows = len(self._seats)
+        self._block[:rows].copy_(blocks, non_blocking=True)
+        longest = max(length for _, _, length in self._rows) + self.width
+        self._launch(Kind(rows, self.network.pool.reach_for(longest), turn=True))
+        for sequence, _ in self._seats:
+            assert sequence.row is not None
+            sequence.row.advance(self.width)
+
+    def succeed(self, following: list[Block]) -> Tensor:
+        """With the last step of all that are seated under way (`ending`): the canvases that follow take their seats ->
+        the blocks before them [B, L], which the device will have made"""
+        blocks = self.board.previous[: len(self._seats)].clone()
+        for row, ((sequence, _), (denoiser, canvas)) in enumerate(zip(self._seats, following, strict=True)):
+            drawn = sequence.metrics.steps + 1  # the step under way has not been counted yet
+            self.board.put(row, denoiser, canvas, None, sequence.metrics.seed, drawn)
+            self._seats[row] = (sequence, canvas)
+        return blocks
+
+    def _launch(self, kind: Kind) -> None:
         self._work(kind)()
         self.flights.append(Flight(list(self._seats), self._mailbox.send(self.board.out[: kind.rows])))
 
@@ -160,7 +193,9 @@ class Lane:
             board = self.board
             changed = (board.tokens, board.soft, board.previous, board.counts, board.out)
             name = f"{kind}{'' if self.warm else ', cold'}{' with rules' if self.ruled else ''}"
+            self._block_begin.zero_()  # recording runs the step, which must not write into anybody's row
             self._steps[kind] = self.recorder.record(name, partial(self.step, kind), changed)
+            self._block_begin.copy_(self._begin)
         return self._steps[kind]
 
     @torch.inference_mode()
@@ -168,16 +203,25 @@ class Lane:
         """Everything between two states of the board: network, vocabulary end, sampler, stop decision."""
         network, board, config, rows = self.network, self.board, self.network.config, kind.rows
         length = self.length[:rows]
-        positions = (length[:, None] + self._within).flatten()
-        new = New(self._begin[: rows + 1], self.width)
-        batch = Batch(self.offsets[:, :rows], length, positions, new, kind.reach)
-        hidden = network.denoise(board.tokens[:rows].flatten(), board.soft[:rows].flatten(0, 1), batch)
+        given = board.tokens[:rows].flatten(), board.soft[:rows].flatten(0, 1)
+        if kind.turn:
+            block = self._batch(kind, length, self._block_begin)
+            behind = self._batch(kind, length + self.width, self._begin)
+            hidden = network.turn(self._block[:rows].flatten(), block, *given, behind)
+        else:
+            hidden = network.denoise(*given, self._batch(kind, length, self._begin))
         temperature, uniform, noise = board.draws(rows, config.vocab_size, network.ops.prepare)
         rules = board.rules(rows, temperature, uniform, self.ruled)
         ends = (config.final_logit_softcapping, network.embed_scale)
         how = {"coldest": WARM if self.warm else None, "at_once": network.ops.reading}
         reading = network.ops.vocab_end(hidden, network.table, rules, *ends, **how)
         board.decide(rows, reading, noise, network.ops.decide)
+
+    def _batch(self, kind: Kind, length: Tensor, begin: Tensor) -> Batch:
+        """The tokens behind so many of each row"""
+        positions = (length[:, None] + self._within).flatten()
+        new = New(begin[: kind.rows + 1], self.width)
+        return Batch(self.offsets[:, : kind.rows], length, positions, new, kind.reach)
 
     def land(self) -> None:
         """Wait for the oldest step under way, and tell its passengers."""

@@ -186,7 +186,7 @@ class Scheduler:
         """A copy where a later turn will branch off, if the row itself will soon have forgotten that point."""
         for sequence in sequences:
             row, stable = sequence.row, sequence.request.stable
-            if row is None or stable == 0 or row.length != stable:
+            if row is None or stable == 0 or row.length != stable or sequence.reply:
                 continue
             size = CacheRow.bytes_for(self.config, stable, self.runner.dtype)
             outgrows = sequence.max_length > row.ring

@@ -28,6 +28,7 @@ from diffusiongemma.engine.telling import Emit, Teller
 from diffusiongemma.model import CacheRow
 
 log = logging.getLogger(__name__)
+Block = tuple[Denoiser, Canvas]  # one that is about to begin
 Phase = Literal["waiting", "join", "encode", "denoise", "draw", "score", "ended"]
 
 
@@ -86,14 +87,19 @@ class Sequence:
     @property
     def expects_more(self) -> bool:
         """With the last step of its canvas under way: does another block follow, unless an end of text comes up that
-        the step before did not have? If it does, its row must be able to forget this block again."""
-        canvas, row = self.canvas, self.row
-        if self.cancelled or canvas is None or canvas.argmax is None or row is None:
+        the step before did not have?"""
+        canvas = self.canvas
+        if self.cancelled or canvas is None or canvas.argmax is None:
             return False
         if self.params.stop or self.request.score or self._redos < self.params.redo:
             return False  # more than the tokens decides what becomes of them
         follows = len(self.reply) + len(canvas) < self.params.max_new_tokens
-        return follows and row.length + len(canvas) <= row.ring and self._first_end(canvas.argmax.tolist()) is None
+        return follows and self._first_end(canvas.argmax.tolist()) is None
+
+    def foresee(self) -> Block:
+        """The canvas behind this one, if it `expects_more`: what `encoded` may begin with then"""
+        assert self.canvas is not None
+        return self._next_block(len(self.reply) + len(self.canvas), redos=0)
 
     @property
     def to_encode(self) -> int:
@@ -124,14 +130,14 @@ class Sequence:
 
     # ---- what the runner reports -------------------------------------------------------------------------------------
 
-    def encoded(self) -> None:
+    def encoded(self, foreseen: Block | None = None) -> None:
         """Everything known is in the cache: on to the next canvas, or to drawing tokens."""
         if not self.metrics.blocks and not self.metrics.prefill_seconds:
             self.metrics.prefill_seconds = self.age
         if self.params.mode == "ar":
             self.phase = "draw"
             return
-        self._begin_block()
+        self._begin_block(foreseen)
 
     def stepped(self, logits: Tensor) -> bool:
         """logits [L, V] of the canvas, overwritten by probabilities -> does another step follow?"""
@@ -190,20 +196,22 @@ class Sequence:
 
     # ---- blocks ------------------------------------------------------------------------------------------------------
 
-    def _begin_block(self) -> None:
-        assert self.row is not None
-        device = self.row.device
-        offset = len(self.reply)
-        width = block_width(self.request, self.config, offset)
-        self.denoiser = block_denoiser(self.request, self.config, self._ends, offset, width, self._redos)
-        start = self.request.start if not self.reply and not self._redos else None
-        if start is None:
-            self.canvas = self.denoiser.start(width, self.draws, device)
-        else:
-            tokens = torch.tensor(start).to(device, non_blocking=True)
-            self.canvas = self.denoiser.resume(tokens, self.request.start_step)
+    def _begin_block(self, foreseen: Block | None = None) -> None:
+        self.denoiser, self.canvas = foreseen or self._next_block(len(self.reply), self._redos)
         self.soft, self._settled_end = None, None
         self.phase = "denoise"
+
+    def _next_block(self, offset: int, redos: int) -> Block:
+        """`offset`: tokens of the reply before it"""
+        assert self.row is not None
+        device = self.row.device
+        width = block_width(self.request, self.config, offset)
+        denoiser = block_denoiser(self.request, self.config, self._ends, offset, width, redos)
+        start = self.request.start if not offset and not redos else None
+        if start is None:
+            return denoiser, denoiser.start(width, self.draws, device)
+        tokens = torch.tensor(start).to(device, non_blocking=True)
+        return denoiser, denoiser.resume(tokens, self.request.start_step)
 
     def _finish_block(self, raw: Tensor | None) -> None:
         canvas = self.canvas

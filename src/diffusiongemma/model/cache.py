@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,15 @@ from diffusiongemma.errors import CacheError
 
 GROWTH = 256  # a full layer starts with this many slots and doubles
 Layers = tuple[list[Tensor], list[Tensor]]  # keys and values
+
+
+class Aside(NamedTuple):
+    """What the rings of a row held where tokens have been written since."""
+
+    length: int  # of the row then
+    end: int  # it has no more tokens now than this
+    deepest: int
+    numbers: list[Tensor]
 
 
 class CacheRow:
@@ -42,6 +52,7 @@ class CacheRow:
         self.config, self.max_length, self.rollback = config, max_length, rollback
         self.length = 0
         self._deepest = 0  # the longest this row has been since its rings were written
+        self._aside: Aside | None = None
         self.ring = min(max_length, max(config.sliding_window - 1, config.canvas_window) + rollback)
         self.dtype, self.device = dtype, torch.device(device)
         self._layers = self._allocate()
@@ -142,6 +153,10 @@ class CacheRow:
             raise CacheError(f"cannot truncate a cache of {self.length} tokens to {length}")
         if length == self.length:
             return
+        aside, self._aside = self._aside, None
+        if aside is not None and length == aside.length and self.length <= aside.end:
+            self._bring_back(aside)
+            return
         if not self.can_truncate(length):
             raise CacheError(
                 f"cannot truncate to {length} tokens: the sliding layers, once at {self._deepest}, no longer hold "
@@ -150,6 +165,33 @@ class CacheRow:
         self.length = length
         if length == 0:
             self._deepest = 0
+
+    def put_aside(self, count: int) -> None:
+        """Keep what the next `count` tokens will overwrite in the rings: they can then be truncated, whatever the
+        window, until `drop_aside`."""
+        lost = self._overwritten(self.length, self.length + count)
+        kept = [torch.empty_like(run, memory_format=torch.contiguous_format) for run in lost]
+        if lost:
+            torch._foreach_copy_(kept, lost)
+        self._aside = Aside(self.length, self.length + count, self._deepest, kept)
+
+    def drop_aside(self) -> None:
+        self._aside = None
+
+    def _bring_back(self, aside: Aside) -> None:
+        if aside.numbers:
+            torch._foreach_copy_(self._overwritten(aside.length, aside.end), aside.numbers)
+        self.length, self._deepest = aside.length, aside.deepest
+
+    def _overwritten(self, length: int, end: int) -> list[Tensor]:
+        """Where the tokens at positions length … end - 1 lie, or will lie, in the rings"""
+        found = list[Tensor]()
+        for layer in range(self.config.num_hidden_layers):
+            if self.config.is_sliding(layer):
+                slots = self._slots(layer)
+                for start, _, count in _runs(max(length, end - slots), end, slots, slots):
+                    found += self._run(layer, start, count)
+        return found
 
     def fork(self, max_length: int | None = None, length: int | None = None) -> CacheRow:
         """An independent copy of the first `length` tokens (default: all), with room for `max_length` in all."""

@@ -15,23 +15,19 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from diffusiongemma.config import FULL, SLIDING, LayerType
+from diffusiongemma.config import FULL, SLIDING
 from diffusiongemma.errors import InputError
-from diffusiongemma.model.backend import Ops, wants_fp8
-from diffusiongemma.model.layers import MLP, Experts, Layer
-from diffusiongemma.model.network import DiffusionGemma, Embedding
+from diffusiongemma.model.backend import Ops
+from diffusiongemma.model.fused_weights import FusedLayer, mlp_of, quant_of, table_of
+from diffusiongemma.model.network import DiffusionGemma
 from diffusiongemma.model.pool import CachePool
 from diffusiongemma.ops.attention_cached import New, Prefix
 from diffusiongemma.ops.fused import Rows, rope_frequency
-from diffusiongemma.ops.linear import Linear
 from diffusiongemma.ops.one import Router
-from diffusiongemma.ops.product import Weight
-from diffusiongemma.ops.quant import FP8
-from diffusiongemma.ops.quantized import QuantEmbedding, QuantExperts, QuantLinear
 from diffusiongemma.ops.rope import Rope
 from diffusiongemma.ops.routing import counters
-from diffusiongemma.ops.vocab import Table
 
+Mode = Literal["encode", "denoise"]
 Overlap = Literal["draw", "encode", "denoise"]
 
 
@@ -45,56 +41,11 @@ class Batch:
     new: New
     reach: int  # no row gets longer than that: `CachePool.reach_for`
 
-
-@dataclass(frozen=True)
-class FusedMLP:
-    up: Weight
-    down: Weight
-
-    def quant(self) -> torch.dtype | None:
-        return _quant(self.up)
-
-    def __call__(self, ops: Ops, x: Rows, slim: bool = False) -> Tensor:
-        """[N, D] -> [N, D]; `slim`: in programs that leave room for others on their multiprocessor"""
-        hidden = ops.geglu(ops.rows_for(x, self.up), self.up, slim)
-        return ops.linear(ops.rows_for(hidden, self.down), self.down, slim)
+    def __len__(self) -> int:
+        return self.positions.shape[0]
 
 
-@dataclass(frozen=True)
-class FusedLayer:
-    """The weights of one layer as the operations take them."""
-
-    kind: LayerType
-    heads: int
-    kv_heads: int
-    head_dim: int
-    window: int | None
-    canvas_window: int | None
-    qkv: Weight
-    o: Weight
-    mlp: FusedMLP
-    up: Weight
-    down: Weight
-    module: Layer
-
-    @classmethod
-    def of(cls, layer: Layer) -> FusedLayer:
-        attention = layer.self_attn
-        experts: Any = layer.experts
-        return cls(
-            attention.kind,
-            attention.heads,
-            attention.kv_heads,
-            attention.head_dim,
-            attention.window,
-            attention.canvas_window,
-            _weight(attention.qkv_proj),
-            _weight(attention.o_proj),
-            _mlp(layer.mlp),
-            _expert_weight(experts, "gate_up_proj"),
-            _expert_weight(experts, "down_proj"),
-            layer,
-        )
+Part = tuple[Mode, Batch]  # some of the tokens of a pass: those of the first come first
 
 
 class FusedNetwork:
@@ -105,7 +56,7 @@ class FusedNetwork:
         self.eps, self.dtype, self.device = model.config.rms_norm_eps, model.dtype, model.device
         modules: list[Any] = list(model.layers)
         self.layers = [FusedLayer.of(layer) for layer in modules]
-        self.conditioning = _mlp(model.self_conditioning)
+        self.conditioning = mlp_of(model.self_conditioning)
         self.table = table_of(model)
         self.embed_scale = float(torch.tensor(self.config.hidden_size**0.5, dtype=self.dtype))
         config = self.config
@@ -126,41 +77,55 @@ class FusedNetwork:
 
     def encode(self, tokens: Tensor, batch: Batch) -> Tensor:
         """tokens [N] -> hidden [N, D]; causal; the new tokens go into the cache (who calls advances the rows)"""
-        return self._run("encode", self.embed(tokens), batch)
+        return self._run(self.embed(tokens), ("encode", batch))
 
     def remember(self, tokens: Tensor, batch: Batch) -> None:
         """`encode` where nobody asks for hidden states: the last layer makes only its keys and values"""
-        self._run("encode", self.embed(tokens), batch, hidden=False)
+        self._run(self.embed(tokens), ("encode", batch), hidden=False)
 
     def denoise(self, canvas: Tensor, soft: Tensor, batch: Batch) -> Tensor:
         """canvas [N], soft [N, D] (zeros on the first step) -> hidden [N, D]; never writes the cache"""
-        conditioning: Any = self.model.self_conditioning
-        believed = self.ops.norm_rows(soft, conditioning.pre_norm.weight, self.eps, self.conditioning.quant())
-        x = self.embed(canvas) + self.conditioning(self.ops, believed)
-        return self._run("denoise", self.ops.norm_rows(x, None, self.eps).values, batch)
+        return self._run(self._conditioned(canvas, soft), ("denoise", batch))
+
+    def turn(self, block: Tensor, batch: Batch, canvas: Tensor, soft: Tensor, behind: Batch) -> Tensor:
+        """`remember` a block, and `denoise` the canvases behind it, in one pass, which reads the experts once -> hidden
+        of the canvases. What `behind` says is cached, this pass caches."""
+        x = torch.cat([self.embed(block), self._conditioned(canvas, soft)])
+        return self._run(x, ("encode", batch), ("denoise", behind), hidden=False)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens [N] -> [N, D], scaled"""
         return self.model.embed(tokens)
 
+    def _conditioned(self, canvas: Tensor, soft: Tensor) -> Tensor:
+        conditioning: Any = self.model.self_conditioning
+        believed = self.ops.norm_rows(soft, conditioning.pre_norm.weight, self.eps, self.conditioning.quant())
+        x = self.embed(canvas) + self.conditioning(self.ops, believed)
+        return self.ops.norm_rows(x, None, self.eps).values
+
     # ---- in between ----------------------------------------------------------------------------------------------
 
-    def _run(self, mode: Literal["encode", "denoise"], x: Tensor, batch: Batch, hidden: bool = True) -> Tensor:
-        """x [N, D] -> [N, D]: all layers and the last norm; not `hidden`: only the cache is filled"""
-        rope = {kind: self.ops.rope_at(batch.positions, f, self.dtype) for kind, f in self._frequency.items()}
-        kind: Overlap = "draw" if mode == "encode" and batch.new.most == 1 else mode
+    def _run(self, x: Tensor, *parts: Part, hidden: bool = True) -> Tensor:
+        """x [N, D] -> [N, D]: all layers and the last norm; not `hidden`: of tokens that are encoded only the cache is
+        filled"""
+        positions = _cat([batch.positions for _, batch in parts])
+        rope = {kind: self.ops.rope_at(positions, f, self.dtype) for kind, f in self._frequency.items()}
+        mode, last = parts[-1]
+        kind: Overlap = "draw" if mode == "encode" and last.new.most == 1 else mode
         beside = kind in self.overlap and self._side is not None
         first = self.layers[0]
-        h = self.ops.norm_rows(x, first.module.input_layernorm.weight, self.eps, _quant(first.qkv))
+        h = self.ops.norm_rows(x, first.module.input_layernorm.weight, self.eps, quant_of(first.qkv))
         few = kind == "draw" and len(x) <= self.ops.few
         counts = self._counts(len(x))
         for at, layer in enumerate(self.layers):
+            heads = self._heads(layer, h, rope[layer.kind])
             if not hidden and at + 1 == len(self.layers):
-                _, *new, prefix = self._heads(layer, at, h, rope[layer.kind], batch)
-                self.ops.store(*new, prefix, batch.new)
-                break
-            branch = self._attend(mode, layer, at, h, rope[layer.kind], batch)
-            x, h = self._feed_forward(mode, layer, at, x, branch, beside, few, None if counts is None else counts[at])
+                x, parts, heads = self._store(at, x, parts, heads)
+                if not parts:
+                    break
+            branch = self._attend(layer, at, parts, *heads)
+            placing = self._placing(counts, at, len(x))
+            x, h = self._feed_forward(layer, at, parts, x, branch, beside, few, placing)
         return h.values
 
     def _counts(self, tokens: int) -> Tensor | None:
@@ -171,32 +136,58 @@ class FusedNetwork:
         many, _ = counters(experts, tokens * self.config.top_k_experts)
         return torch.zeros(len(self.layers), many, dtype=torch.int32, device=self.device)
 
-    def _attend(
-        self, mode: Literal["encode", "denoise"], layer: FusedLayer, at: int, h: Rows, rope: Rope, batch: Batch
-    ) -> Tensor:
-        """The norm of x, [N, D] -> attention's contribution [N, D]"""
-        q, k, v, prefix = self._heads(layer, at, h, rope, batch)
-        causal = mode == "encode"
-        window = layer.window if causal else layer.canvas_window
-        quant = self.ops.quant_for(len(q), layer.o)
-        mixed = self.ops.attend(q, k, v, prefix, batch.new, causal, window, quant, keep=causal)
-        return self.ops.linear(mixed, layer.o)
+    def _placing(self, counts: Tensor | None, at: int, tokens: int) -> Tensor | None:
+        """Those of a layer, which may have fewer tokens left"""
+        experts, top_k = self.config.num_experts, self.config.top_k_experts
+        if counts is None or not self.ops.places(tokens, experts, top_k):
+            return None
+        return counts[at, : counters(experts, tokens * top_k)[0]]
 
-    def _heads(
-        self, layer: FusedLayer, at: int, h: Rows, rope: Rope, batch: Batch
-    ) -> tuple[Tensor, Tensor, Tensor, Prefix]:
-        """The norm of x, [N, D] -> its queries, keys and values, and what is cached"""
+    def _store(
+        self, at: int, x: Tensor, parts: Sequence[Part], heads: tuple[Tensor, ...]
+    ) -> tuple[Tensor, tuple[Part, ...], tuple[Tensor, ...]]:
+        """In the last layer: tokens that are encoded go into the cache -> what is left of the pass"""
+        left, first = list[Part](), 0
+        for mode, batch in parts:
+            if mode == "encode":
+                _, k, v = (t[first : first + len(batch)] for t in heads)
+                self.ops.store(k, v, self._prefix(at, batch), batch.new)
+                first += len(batch)
+            else:
+                left.append((mode, batch))
+        return x[first:], tuple(left), tuple(t[first:] for t in heads)
+
+    def _attend(self, layer: FusedLayer, at: int, parts: Sequence[Part], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Queries, keys and values of all parts -> attention's contribution [N, D]. A part sees what those before it
+        have left in the cache."""
+        quant = self.ops.quant_for(len(q), layer.o)
+        mixed, first = list[Rows](), 0
+        for mode, batch in parts:
+            causal = mode == "encode"
+            window = layer.window if causal else layer.canvas_window
+            heads = (t[first : first + len(batch)] for t in (q, k, v))
+            prefix = self._prefix(at, batch)
+            mixed.append(self.ops.attend(*heads, prefix, batch.new, causal, window, quant, keep=causal))
+            first += len(batch)
+        scales = [rows.scale for rows in mixed if rows.scale is not None]
+        rows = Rows(_cat([rows.values for rows in mixed]), _cat(scales) if scales else None)
+        return self.ops.linear(rows, layer.o)
+
+    def _prefix(self, at: int, batch: Batch) -> Prefix:
+        return self.pool.prefix(at, batch.offsets[at], batch.length, batch.reach)
+
+    def _heads(self, layer: FusedLayer, h: Rows, rope: Rope) -> tuple[Tensor, ...]:
+        """The norm of x, [N, D] -> its queries, keys and values"""
         attention = layer.module.self_attn
         qkv = self.ops.linear(self.ops.rows_for(h, layer.qkv), layer.qkv)
         norms = (attention.q_norm.weight, attention.k_norm.weight)
-        heads = self.ops.split_heads(qkv, *norms, rope, layer.heads, layer.kv_heads, self.eps)
-        return *heads, self.pool.prefix(at, batch.offsets[at], batch.length, batch.reach)
+        return self.ops.split_heads(qkv, *norms, rope, layer.heads, layer.kv_heads, self.eps)
 
     def _feed_forward(
         self,
-        mode: Literal["encode", "denoise"],
         layer: FusedLayer,
         at: int,
+        parts: Sequence[Part],
         x: Tensor,
         branch: Tensor,
         beside: bool,
@@ -207,7 +198,7 @@ class FusedNetwork:
         `ops.few` rows with one new token each; `counts`: pairs are placed by them"""
         m, ops, placed = layer.module, self.ops, None
         # One kernel makes the rows of both branches: quantised, if both want that.
-        quant = layer.mlp.quant() if layer.mlp.quant() == _quant(layer.up) else None
+        quant = layer.mlp.quant() if layer.mlp.quant() == quant_of(layer.up) else None
         before = (m.post_attention_layernorm, m.pre_feedforward_layernorm, m.pre_feedforward_layernorm_2)
         norms = tuple(norm.weight for norm in before)
         router = Router(m.router.proj.weight, m.router.scale, m.router.per_expert_scale, m.router.top_k)
@@ -235,12 +226,13 @@ class FusedNetwork:
             m.post_feedforward_layernorm_2.weight,
             m.post_feedforward_layernorm.weight,
         )
-        scalar = m.encoder_scalar if mode == "encode" else m.decoder_scalar
+        scalar, *behind = (m.encoder_scalar if mode == "encode" else m.decoder_scalar for mode, _ in parts)
+        other = (len(parts[0][1]), *behind) if behind else None
         if at + 1 < len(self.layers):
-            following, quant = self.layers[at + 1].module.input_layernorm.weight, _quant(self.layers[at + 1].qkv)
+            following, quant = self.layers[at + 1].module.input_layernorm.weight, quant_of(self.layers[at + 1].qkv)
         else:
             following, quant = self.model.norm.weight, None
-        return ops.after_feed_forward(x, dense, sparse, after, scalar, following, self.eps, quant)
+        return ops.after_feed_forward(x, dense, sparse, after, scalar, following, self.eps, quant, other)
 
     def _begun(self, work: Callable[[], Tensor], beside: bool) -> Callable[[], Tensor]:
         """Start this now, `beside`: on the other stream; what comes back waits for it.
@@ -264,37 +256,5 @@ class FusedNetwork:
         return join
 
 
-# ---- weights -----------------------------------------------------------------------------------------------------
-
-
-def table_of(model: DiffusionGemma) -> Table:
-    """The embeddings as the vocabulary end reads them; 8-bit ones get their fp8 copy for the soft embedding."""
-    embedding: Any = model.embed_tokens
-    if isinstance(embedding, QuantEmbedding):
-        return Table(embedding.weight.q, embedding.weight.scale).with_soft()
-    assert isinstance(embedding, Embedding)
-    return Table(embedding.weight.data)
-
-
-def _weight(module: Any) -> Weight:
-    if isinstance(module, QuantLinear):
-        return module.weight.q, module.weight.scale
-    assert isinstance(module, Linear), f"no fused product with a {type(module).__name__}"
-    return module.weight.data, None
-
-
-def _expert_weight(module: Any, name: str) -> Weight:
-    weight = getattr(module, name)
-    if isinstance(module, QuantExperts):
-        return weight.q, weight.scale
-    assert isinstance(module, Experts)
-    return weight.data, None
-
-
-def _mlp(module: MLP) -> FusedMLP:
-    return FusedMLP(_weight(module.gate_up_proj), _weight(module.down_proj))
-
-
-def _quant(weight: Weight) -> torch.dtype | None:
-    """What the rows before a product are rounded to."""
-    return FP8 if wants_fp8(weight) else None
+def _cat(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

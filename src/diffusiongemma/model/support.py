@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from diffusiongemma.model.backend import Ops
-from diffusiongemma.model.fused import FusedLayer
+from diffusiongemma.model.fused_weights import FusedLayer
 from diffusiongemma.model.network import DiffusionGemma
 from diffusiongemma.ops import kernels, quantized
 from diffusiongemma.ops.fused import Rows, summed

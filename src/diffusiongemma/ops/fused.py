@@ -58,16 +58,19 @@ def after_feed_forward(
     following: Tensor,
     eps: float,
     quant: torch.dtype | None = None,
+    behind: tuple[int, Tensor] | None = None,
 ) -> tuple[Tensor, Rows]:
     """x, dense [N, D], sparse [N m, D] -> the layer's output, and its norm, with which the next layer (or the head)
     begins. A token's m rows of `sparse`, its experts' one by one or their sum, are summed in order.
 
-    `weights`: [D] each, of the norms after the dense MLP, after the experts, and after their sum; scalar [1].
+    `weights`: [D] each, of the norms after the dense MLP, after the experts, and after their sum; scalar [1]. `behind`:
+    from this row on another scalar.
     """
     after_dense, after_sparse, after_sum = weights
     sparse = summed(sparse, len(x))
     both = rms_norm(dense, after_dense, eps) + rms_norm(sparse, after_sparse, eps)
-    x = (x + rms_norm(both, after_sum, eps)) * scalar
+    x = x + rms_norm(both, after_sum, eps)
+    x = x * scalar if behind is None else torch.cat([x[: behind[0]] * scalar, x[behind[0] :] * behind[1]])
     return x, norm_rows(x, following, eps, quant)
 
 

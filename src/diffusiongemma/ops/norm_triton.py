@@ -152,15 +152,17 @@ def _after_attention_kernel(
     put_row(sparse_out, sparse_scale, weighed(y, w_sparse), row, width, PIECE, LIMIT, HOPPER)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def _after_feed_forward_kernel(
-    x, dense, sparse, after_dense, after_sparse, after_sum, scalar, following, x_out, out, scale, width, eps,
-    M: tl.constexpr, LIMIT: tl.constexpr, PIECE: tl.constexpr, HOPPER: tl.constexpr,
+    x, dense, sparse, after_dense, after_sparse, after_sum, scalar, first, other, following, x_out, out, scale, width,
+    eps, M: tl.constexpr, LIMIT: tl.constexpr, PIECE: tl.constexpr, HOPPER: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     w_dense, w_sparse = load_row(after_dense, width, PIECE), load_row(after_sparse, width, PIECE)
     w_sum, w_next = load_row(after_sum, width, PIECE), load_row(following, width, PIECE)
     factor = tl.load(scalar).to(tl.float32)
+    if other is not None:
+        factor = tl.where(row < first, factor, tl.load(other).to(tl.float32))
     ready(HOPPER)
     d = load_row(dense + row * width, width, PIECE)
     y = load_row(x + row * width, width, PIECE)
@@ -229,13 +231,14 @@ def after_feed_forward(
     following: Tensor,
     eps: float,
     quant: torch.dtype | None = None,
+    behind: tuple[int, Tensor] | None = None,
 ) -> tuple[Tensor, Rows]:
     """As `fused.after_feed_forward`."""
     x, dense, sparse = x.contiguous(), dense.contiguous(), sparse.contiguous()
     x_out, out = torch.empty_like(x), rows_like(x, quant)
     _launch(
-        _after_feed_forward_kernel, x, x, dense, sparse, *weights, scalar, following, x_out, out.values, out.scale,
-        x.shape[1], eps, M=len(sparse) // max(1, len(x)), LIMIT=limit_of(quant),
+        _after_feed_forward_kernel, x, x, dense, sparse, *weights, scalar, *(behind or (0, None)), following, x_out,
+        out.values, out.scale, x.shape[1], eps, M=len(sparse) // max(1, len(x)), LIMIT=limit_of(quant),
     )  # fmt: skip
     return x_out, out
 
