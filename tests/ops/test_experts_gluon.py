@@ -11,10 +11,11 @@ import sys
 
 import pytest
 import torch
+import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffusiongemma.ops import experts_triton, routing, tiles
+from diffusiongemma.ops import experts_triton, kernels, routing, tiles
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.stream_gluon import MOST, ROUNDS
 from diffusiongemma.ops.tiles import Shape
@@ -117,14 +118,14 @@ def test_which_experts_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_why_nothing_is_streamed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     card, capability = torch.device("cuda"), [9, 0]
-    monkeypatch.setattr(experts_triton, "interpreted", lambda: False)
+    monkeypatch.setattr(kernels, "interpreted", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: tuple(capability))
-    monkeypatch.setattr(experts_triton.triton, "__version__", "3.6.0+git1")
-    assert experts_triton.unstreamed(card) is None
-    assert experts_triton.unstreamed(torch.device("cpu"))
+    monkeypatch.setattr(triton, "__version__", "3.6.0+git1")
+    assert kernels.without_gluon(card) is None
+    assert kernels.without_gluon(torch.device("cpu"))
     for version in ("3.5.1", "3.10.0", "4.0"):
-        monkeypatch.setattr(experts_triton.triton, "__version__", version)
-        told = experts_triton.unstreamed(card)
+        monkeypatch.setattr(triton, "__version__", version)
+        told = kernels.without_gluon(card)
         assert told is not None
         assert f"3.6 to 3.9, not with {version}" in told
     capability[0] = 10

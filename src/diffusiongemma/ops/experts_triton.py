@@ -11,7 +11,6 @@ Legend: N tokens, k experts a token, P = N k pairs, E experts, D hidden, I width
 from __future__ import annotations
 
 import logging
-import re
 from functools import cache
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from diffusiongemma.ops import few_triton, product_triton
 from diffusiongemma.ops.fused import Rows
-from diffusiongemma.ops.kernels import early, interpreted, launch
+from diffusiongemma.ops.kernels import early, interpreted, launch, without_gluon
 from diffusiongemma.ops.product_triton import product
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.routing import Placed, Routing
@@ -32,7 +31,6 @@ from diffusiongemma.ops.tiles import block_rows, format_of
 log = logging.getLogger(__name__)
 
 WIDEST = 896  # of an expert that is streamed: a block's tiles of the first product fit `stream_gluon.ROUNDS`
-TRIED = ((3, 6), (3, 9))  # versions of Triton that compile the kernel in Gluon, a language that still changes
 
 
 def supported(device: torch.device, up: Tensor, down: Tensor) -> str | None:
@@ -41,23 +39,9 @@ def supported(device: torch.device, up: Tensor, down: Tensor) -> str | None:
     return product_triton.supported(device, up, hidden, gated=True) or product_triton.supported(device, down, width)
 
 
-def unstreamed(device: torch.device) -> str | None:
-    """Why no experts are streamed on this device, or None"""
-    if interpreted() or device.type != "cuda":
-        return "Gluon has no interpreter"
-    found = torch.cuda.get_device_capability(device)
-    if found[0] != 9:
-        return f"the kernel is laid out for Hopper (9.0), this card has {found[0]}.{found[1]}"
-    version = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])
-    if not TRIED[0] <= version <= TRIED[1]:
-        first, last = (".".join(map(str, each)) for each in TRIED)
-        return f"the kernel was tried with Triton {first} to {last}, not with {triton.__version__}"
-    return None
-
-
 @cache
 def _streaming(device: torch.device) -> bool:
-    reason = unstreamed(device)
+    reason = without_gluon(device)
     if reason is not None and device.type == "cuda":
         log.info("the products of the experts are two kernels: %s", reason)
     return reason is None

@@ -7,6 +7,7 @@ imported only after `unavailable` has found nothing.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+
+TRIED = ((3, 6), (3, 9))  # versions of Triton that compile our kernels in Gluon, a language that still changes
 
 _compile_only: ContextVar[bool] = ContextVar("compile_only", default=False)
 
@@ -41,6 +44,22 @@ def unavailable(device: torch.device | str, capability: tuple[int, int] = (9, 0)
 def interpreted() -> bool:
     """Triton runs kernels in Python, on tensors of the CPU: slow, for tests."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def without_gluon(device: torch.device) -> str | None:
+    """Why no kernel in Gluon, Triton's lower level, can run on this device, or None"""
+    if interpreted() or device.type != "cuda":
+        return "Gluon has no interpreter"
+    import triton
+
+    found = torch.cuda.get_device_capability(device)
+    if found[0] != 9:
+        return f"the kernel is laid out for Hopper (9.0), this card has {found[0]}.{found[1]}"
+    version = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])
+    if not TRIED[0] <= version <= TRIED[1]:
+        first, last = (".".join(map(str, each)) for each in TRIED)
+        return f"the kernel was tried with Triton {first} to {last}, not with {triton.__version__}"
+    return None
 
 
 @cache

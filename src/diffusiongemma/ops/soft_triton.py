@@ -10,6 +10,8 @@ Legend: N positions, D hidden, V vocabulary, T tiles of the weights (`vocab_trit
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -19,8 +21,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from diffusiongemma.ops.early_triton import ready, run
+from diffusiongemma.ops.kernels import without_gluon
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.vocab import Table
+
+log = logging.getLogger(__name__)
 
 PARTS = 6
 # fp8 holds 2^-9 … 448: the largest weight of a row, 1, is put at 256, so weights down to 2^-17 of it are kept.
@@ -194,6 +199,15 @@ def needed(p: Parts, skip: float, rows: int) -> Needed:
     return Needed(rows, need, which, count)
 
 
+@cache
+def _streaming(device: torch.device) -> bool:
+    """Does `soft_gluon` make the product where both its sides are fp8 and nothing may be left out?"""
+    reason = without_gluon(device)
+    if reason is not None and device.type == "cuda":
+        log.info("the soft embedding's product is made in tiles of 256 x 128: %s", reason)
+    return reason is None
+
+
 def soft_embed(
     p: Parts,
     table: Table,
@@ -203,10 +217,15 @@ def soft_embed(
     skip: float = 0.0,
     blocks: Blocks | None = None,
 ) -> Tensor:
-    """-> [N, D] in `dtype`; `skip`: so much of a row's probability may be left out, if this module makes the product"""
+    """-> [N, D] in `dtype`; `skip`: so much of a row's probability may be left out, if no library makes the product.
+    `blocks`: the tile of this module's own product"""
     eight = table.soft is not None
     raw = p.fixed and not eight
     b = blocks or soft_blocks(1 if eight else p.weights.element_size())
+    if table.soft is not None and blocks is None and skip == 0 and _streaming(table.soft.device):
+        from diffusiongemma.ops import soft_gluon
+
+        return soft_gluon.soft_embed(rescale(p, FP8), p.share, table, scale, dtype)
     some = needed(p, skip, b.rows) if skip > 0 and (eight or how == "fused") else None
     if eight:
         part = _product(rescale(p, FP8, some), p, table, b, some)
