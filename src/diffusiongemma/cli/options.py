@@ -94,7 +94,7 @@ class Settings:
         `either_mode`: where no mode was written the model's own habit decides it, so options of the causal path alone
         are no mistake yet.
         """
-        from diffusiongemma.engine import Engine, SamplingParams
+        from diffusiongemma.engine import Engine, SamplingParams, prepare
         from diffusiongemma.engine.params import without_effect
 
         # t_min and t_max are judged together, and one of them may be the checkpoint's own.
@@ -109,7 +109,10 @@ class Settings:
             raise InputError("--plain and --json exclude each other: give one of the two")
         if "logprobs" in self.options and not self.as_json:
             raise InputError("--logprobs has no effect without --json: nothing else shows them")
-        return Engine.load(self.model, self.device, self.dtype)
+        engine = Engine.load(self.model, self.device, self.dtype)
+        if engine.model.device.type == "cuda" and mode == "diffusion":  # it takes seconds: say so, and not in the text
+            prepare(engine)
+        return engine
 
 
 def as_typed(names: Iterable[str], options: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from diffusiongemma.engine.infill import InfillResult
 from diffusiongemma.engine.params import SamplingParams
 from diffusiongemma.engine.request import Request
 from diffusiongemma.engine.scheduler import Limits
+from diffusiongemma.engine.start import prepare
 
 __all__ = [
     "Candidate",
@@ -28,4 +29,5 @@ __all__ = [
     "SamplingParams",
     "TokenLogprob",
     "collect",
+    "prepare",
 ]

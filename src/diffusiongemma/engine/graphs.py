@@ -36,12 +36,15 @@ class Recorder:
         self.device, self.before = device, before
         self.graphs = graphs and device.type == "cuda"
         self.recorded = 0
+        self.listener: Callable[[str], None] | None = None  # is told what will be recorded next
         self._pool = _memory(device) if self.graphs else None
         self._stream = _stream(device) if self.graphs else None
 
     def record(self, name: str, work: Work, changed: Iterable[Tensor] = ()) -> Work:
         """`work` reads and writes fixed tensors; recording runs it, and leaves those in `changed` as they were."""
         self.before()
+        if self.listener is not None:
+            self.listener(name)
         if not self.graphs:
             return work
         with _RECORDING:

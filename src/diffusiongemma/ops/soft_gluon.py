@@ -174,8 +174,9 @@ def _sums_part(part, ring, ps, ready, free, rows, D: gl.constexpr, STEPS: gl.con
 
 
 @gluon.jit(do_not_specialize=["rows"])
-def soft_product_kernel(p, w, part, rows, D: gl.constexpr, STEPS: gl.constexpr, PARTS: gl.constexpr, APART: gl.constexpr,
-                   STAGES: gl.constexpr, REGISTERS: gl.constexpr, FEW: gl.constexpr):  # fmt: skip
+def soft_product_kernel(p, w, part, rows, D: gl.constexpr, STEPS: gl.constexpr, PARTS: gl.constexpr,
+                        APART: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+                        FEW: gl.constexpr):  # fmt: skip
     """p [N, V] times w [D, V], both along V -> part [S, N/8, D, 8] float32. STEPS: of V; APART: between the groups.
 
     REGISTERS, FEW: of a thread of the second and third group, and of the warp that asks; the first has the rest.

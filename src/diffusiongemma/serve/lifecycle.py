@@ -16,7 +16,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from diffusiongemma import __version__
-from diffusiongemma.engine import Engine, Limits
+from diffusiongemma.engine import Engine, Limits, prepare
 from diffusiongemma.engine.worker import Scope
 from diffusiongemma.serve.errors import ApiError, bad_request, unavailable
 from diffusiongemma.serve.limits import Gate
@@ -60,8 +60,7 @@ class ServerState:
         given = self.settings
         batch = given.batch or (4 if pick_device(given.device).type == "cpu" else 16)
         engine = Engine.load(given.model, given.device, given.dtype, limits=Limits(batch, given.cache))
-        # The first pass builds what is built once: tokenizer, kernels, memory.
-        engine.generate([1], max_new_tokens=1, steps=1, seed=0, canvas=1)
+        prepare(engine)
         engine.tokenizer.encode("ready")
         return engine
 

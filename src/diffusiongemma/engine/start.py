@@ -1,0 +1,59 @@
+"""What is made once is made before the first request: kernels are compiled and passes recorded, and a line says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from diffusiongemma.engine.engine import Engine, collect
+from diffusiongemma.engine.fast import FastRunner
+from diffusiongemma.engine.params import SamplingParams
+from diffusiongemma.engine.request import Request
+from diffusiongemma.model import CacheRow
+
+PROMPT, STEPS = 64, 3
+
+
+def prepare(engine: Engine, progress: bool | None = None) -> list[str]:
+    """Write a short text -> what was recorded for it: a prompt, a step, and a step with the commit before it. The
+    kernels of these are compiled then (Triton keeps them for the next start); what only others need is recorded when
+    they come. Without a card there is little to do. `progress`: a line on stderr; None: on terminals only."""
+    runner, found = engine.scheduler.runner, list[str]()
+    if not isinstance(runner, FastRunner):
+        engine.generate([1], max_new_tokens=1, steps=1, seed=0, canvas=1)
+        return found
+    width = engine.model.config.canvas_length
+    given = {"max_new_tokens": 2 * width, "canvas": width, "steps": STEPS, "early_stop": False, "redo": 0, "seed": 0}
+    params = SamplingParams.build(engine.params, mode="diffusion", stop=(), logprobs=None, **given)
+    prompt = (1,) * PROMPT
+    if CacheRow.bytes_for(engine.model.config, PROMPT + 2 * width, runner.dtype) > engine.scheduler.limits.max_bytes:
+        return found  # such a text has no room: what shorter ones need is recorded when they come
+    with _line(progress) as tell:
+
+        def hear(name: str) -> None:
+            found.append(name)
+            tell(name)
+
+        before, runner.recorder.listener = runner.recorder.listener, hear
+        try:
+            collect(engine.submit(Request(prompt, params, ends=False, drafts=False)))
+        finally:
+            runner.recorder.listener = before
+    return found
+
+
+@contextmanager
+def _line(progress: bool | None) -> Iterator[Callable[[str], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    show = console.is_terminal if progress is None else progress
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=console.is_terminal, disable=not show) as bar:
+        task = bar.add_task("compiling kernels", total=4)  # three passes, and the text itself
+
+        def tell(name: str) -> None:
+            bar.update(task, description=f"compiling and recording {name}", advance=1)
+
+        yield tell

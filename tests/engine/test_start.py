@@ -1,0 +1,44 @@
+"""Before the first request: what it will need is compiled and recorded, and nothing of it is left."""
+
+from __future__ import annotations
+
+import pytest
+
+from diffusiongemma.engine import Limits, Request, SamplingParams, collect, prepare
+from diffusiongemma.engine.fast import FastRunner
+from engine.runners import CONFIG, fast_engine, plain_engine
+
+
+def test_a_text_of_two_blocks_finds_everything_recorded() -> None:
+    with fast_engine() as engine:
+        recorder = engine.scheduler.runner.recorder if isinstance(engine.scheduler.runner, FastRunner) else None
+        assert recorder is not None
+        names = prepare(engine)
+        assert [name.partition(" over")[0].partition(" tokens")[0] for name in names] == [
+            "remembering 64", "a step of 1", "a step of 1",
+        ]  # fmt: skip
+        assert names[2].endswith("with the commit before it")
+        assert recorder.listener is None
+        assert prepare(engine) == []
+        params = SamplingParams.build(max_new_tokens=2 * CONFIG.canvas_length, steps=4, early_stop=False, seed=1)
+        recorder.listener = names.append
+        again = collect(engine.submit(Request((5, 6, 7), params, ends=False)))
+        assert len(names) == 3
+    with fast_engine() as fresh:  # the text is the one that it would have been
+        assert collect(fresh.submit(Request((5, 6, 7), params, ends=False))).tokens == again.tokens
+
+
+def test_where_there_is_nothing_to_record() -> None:
+    with plain_engine() as engine:
+        assert prepare(engine) == []
+    with fast_engine(Limits(max_bytes=1 << 14)) as engine:
+        assert prepare(engine) == []
+
+
+def test_what_is_done_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    with fast_engine() as engine:
+        prepare(engine, progress=True)
+    assert "recording a step of 1" in " ".join(capfd.readouterr().err.split())
+    with fast_engine() as engine:
+        prepare(engine)
+    assert capfd.readouterr().err == ""
