@@ -31,7 +31,7 @@ from diffusiongemma.model.pool import CachePool
 from diffusiongemma.model.support import prepare, unsupported
 
 log = logging.getLogger(__name__)
-TURN = 1024  # tokens: a pass of so many takes hardly longer than one of half of them, for it reads the same experts
+TURN = 2048  # tokens of a commit and a step: up to so many, one pass is quicker than two, for both read the same experts
 MOST_LANES = 8  # of widths that may never come again: whose boards are kept
 Place = tuple[int, bool, bool]  # a lane: the width of its canvases, whether they are warm, and ruled (`Lane`)
 
@@ -113,7 +113,11 @@ class FastRunner(Runner):
     def _blocks_alone(self, work: Seq[tuple[Sequence, list[int]]]) -> bool:
         """Are these a few finished blocks, and nothing else?"""
         blocks = [s for s, tokens in work if s.reply and s.params.mode == "diffusion" and s.to_encode == len(tokens)]
-        return self.ahead and len(blocks) == len(work) and 2 * sum(len(tokens) for _, tokens in work) <= TURN
+        return self.ahead and len(blocks) == len(work) and self._few(sum(len(tokens) for _, tokens in work))
+
+    def _few(self, tokens: int) -> bool:
+        """Can blocks of so many tokens go with a step of as many?"""
+        return 2 * tokens <= min(TURN, self.room)
 
     @torch.inference_mode()
     def denoise(self, sequences: Seq[Sequence]) -> None:
@@ -193,7 +197,7 @@ class FastRunner(Runner):
         rows = [sequence.row for sequence in ending if sequence.row is not None]
         if not rows or len(rows) != waiting or len(rows) * lanes[0].width > self.room:
             return []
-        lane, few = lanes[0], 2 * len(rows) * lanes[0].width <= TURN
+        lane, few = lanes[0], self._few(len(rows) * lanes[0].width)
         outgrown = [row for row in rows if row.length + lane.width > row.ring]
         if outgrown and not few:
             return []  # a row must be able to forget its block again, and it is much that would have to be put aside
