@@ -147,9 +147,12 @@ def vocab_cases() -> Iterator[Case]:
     probs = torch.rand(CANVAS, V, device=GPU).to(BF16)
     yield Case("torch soft bf16", lambda: probs @ weight, V * D * 2 + weights, flops)
 
-    def weigh(table: vocab.Table, rules: vocab.Rules = rules, x: Tensor = hidden, few: bool = False):
+    def weigh(
+        table: vocab.Table, rules: vocab.Rules = rules, x: Tensor = hidden, few: bool = False, fixed: bool = False,
+        stream: bool = True,
+    ):  # fmt: skip
         blocks = weigh_triton.head_blocks(few, table.weight.dtype)
-        return lambda: weigh_triton.weigh_fused(x, table, rules, CAP, blocks)
+        return lambda: weigh_triton.weigh_fused(x, table, rules, CAP, blocks, fixed, stream)
 
     yield Case("head fused bf16", weigh(plain), V * D * 2 + weights, flops)
     yield Case("head fused bf16, pins and bans", weigh(plain, ruled(rules)), V * D * 2 + weights, flops)
@@ -195,7 +198,12 @@ def vocab_cases() -> Iterator[Case]:
         )  # fmt: skip
     for kind in ("int8", "fp8"):
         table = replace(vocab.make_table(weight, kind), soft=mixed.soft, soft_scale=mixed.soft_scale)
-        yield Case(f"head fused {kind}", weigh(table), V * D + weights, flops, FP8_RATE)
+        for users, fixed, stream in itertools.product((1, 8), (False, True), (True, False)):
+            x = hidden.repeat(users, 1)
+            call = weigh(table, rules_for(len(x)), x, fixed=fixed, stream=stream)
+            name = f"head fused {kind}, {len(x)} rows{', fixed' if fixed else ''}{'' if stream else ', by Triton'}"
+            yield Case(name, call, V * D + users * weights, users * flops, FP8_RATE)
+        yield Case(f"head fused {kind}, pins and bans", weigh(table, ruled(rules)), V * D + weights, flops, FP8_RATE)
         if kind == "fp8":
             yield Case(
                 "torch LM head fp8", lambda table=table: weigh_triton.library_fp8(hidden, table),
@@ -420,7 +428,7 @@ def sweep_vocab_cases() -> Iterator[Case]:
         b, half = weigh_triton.Blocks(*layout), table.scale is not None
         return Case(
             f"sweep head {name} {layout}{' fixed' if fixed else ''}",
-            lambda: weigh_triton.weigh_fused(hidden, table, rules, CAP, b, fixed),
+            lambda: weigh_triton.weigh_fused(hidden, table, rules, CAP, b, fixed, stream=False),
             moved / (2 if half else 1), flops, FP8_RATE if half else BF16_RATE,
         )  # fmt: skip
 

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from diffusiongemma.engine.lane import WARM
 from diffusiongemma.model.backend import Ops
+from diffusiongemma.ops import vocab
 from diffusiongemma.ops.attention_cached import New, Prefix
 from diffusiongemma.ops.fused import Rows
 from diffusiongemma.ops.quant import FP8
+from diffusiongemma.ops.vocab import Table
 
 SHARP = 2.0  # the standard deviation of attention scores and more or less that of logits: neither flat nor one-hot
 EMBED_SCALE = 8.0
@@ -134,6 +136,10 @@ def vocab_cases(kind: str, shapes: Shapes, inputs: Inputs, alone: bool, exact: b
             yield _reading(f"vocab_end {name}", fmt, x, e, rules, cap, EMBED_SCALE, coldest=coldest)
         if alone:
             yield _reading_alone("vocab_end", fmt, x, e, ruled, cap, e.eight or exact)
+        if alone and e.eight:
+            table = vocab.make_table(e.plain, "fp8") if kind == "fp8" else e.table
+            for rows, fixed in ((n, True), (n, False), (n - n // 3, True)):
+                yield _head(x[:rows], table, free, cap, fixed)
     for n in shapes.few:
         rules, x = asked(n, config.vocab_size, inputs, False), inputs.randn(n, config.hidden_size)
         yield _reading("vocab_end few", fmt.partition(",")[0], x, e, rules, cap, None, few=True)
@@ -186,3 +192,28 @@ def _reading_alone(name: str, fmt: str, x: Tensor, e: Embeddings, rules: Asked, 
         return [Part(f"{each} of a row alone", *pair, how="equal") for each, pair in zip(names, pairs, strict=True)]
 
     return Case(name, f"{len(x)} x {x.shape[1]} -> {len(e.plain)}", fmt, call, parts)
+
+
+def _head(x: Tensor, table: Table, asked: Asked, cap: float, fixed: bool) -> Case:
+    """What is kept of every tile: where it is streamed, does the kernel in Triton give the same bits?"""
+    from diffusiongemma.ops import weigh_triton
+
+    blocks = weigh_triton.head_blocks(False, table.weight.dtype)
+    rules = asked.rules(len(table.weight)).rows(0, len(x))
+
+    def call(ops: Ops) -> list[list[Tensor]]:
+        ways = [weigh_triton.weigh_fused(x, table, rules, cap, blocks, fixed, stream) for stream in (True, False)]
+        return [[weights, *stats] for weights, stats, _ in ways]
+
+    def bits(t: Tensor) -> Tensor:
+        return t.view(torch.int16 if t.element_size() == 2 else torch.int32)
+
+    def parts(got: list[list[Tensor]]) -> list[Part]:
+        names = ("weights", *weigh_triton.Stats._fields)
+        pairs = ((bits(one), bits(two)) for one, two in zip(*got, strict=True))
+        return [Part(f"{name} as by Triton", *pair, how="equal") for name, pair in zip(names, pairs, strict=True)]
+
+    way = "streamed" if weigh_triton.streams(table, rules, blocks, x.dtype) else "not streamed"
+    fmt = "fp8" if table.weight.dtype == FP8 else "int8"
+    shape = f"{len(x)} x {x.shape[1]} -> {len(table.weight)}"
+    return Case(f"head {way}{', warm' if fixed else ''}", shape, fmt, call, parts)

@@ -34,7 +34,7 @@ class Barrier:
         return self.phase != phase
 
 
-def _wait(barrier: Barrier, phase: int) -> Part:
+def wait(barrier: Barrier, phase: int) -> Part:
     while not barrier.passed(phase):
         yield
 
@@ -59,13 +59,13 @@ class Mailbox:
         self.told, self.heard = [Barrier(1) for _ in range(slots)], [Barrier(readers) for _ in range(slots)]
 
     def tell(self, ring: Ring, message: Message) -> Part:
-        yield from _wait(self.heard[ring.at], ring.phase)
+        yield from wait(self.heard[ring.at], ring.phase)
         self.messages[ring.at] = message
         self.told[ring.at].arrive()
         ring.step()
 
     def hear(self, ring: Ring) -> Generator[None, None, Message]:
-        yield from _wait(self.told[ring.at], ring.phase)
+        yield from wait(self.told[ring.at], ring.phase)
         message = self.messages[ring.at]
         yield
         self.heard[ring.at].arrive()
@@ -146,7 +146,7 @@ class Program:
 
     def _fetch(self, at: int, ring: Ring, into: list[tuple[int, int] | None]) -> Part:
         for k in range(self.work.steps(at)):
-            yield from _wait(self.free[ring.at], ring.phase)
+            yield from wait(self.free[ring.at], ring.phase)
             into[ring.at] = (at, k)
             self.ready[ring.at].arrive()
             ring.step()
@@ -195,11 +195,11 @@ class Program:
         at, _, place = yield from self.box.hear(turn)
         while at >= 0:
             if whose == mine:
-                yield from _wait(self.go[mine], may)
+                yield from wait(self.go[mine], may)
                 ring = Ring(work.stages, place // work.stages & 1, place % work.stages)
                 last = ring.at
                 for k in range(work.steps(at)):
-                    yield from _wait(self.ready[ring.at], ring.phase)
+                    yield from wait(self.ready[ring.at], ring.phase)
                     assert self.weights[ring.at] == self.x[ring.at] == (at, k), "a stage holds something else"
                     if k > 0:
                         self.free[last].arrive()

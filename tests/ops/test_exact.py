@@ -102,6 +102,28 @@ def test_what_only_a_card_is_asked() -> None:
     assert all(a.limit > b.limit for (*_, a), b in zip(vendors.lines, own, strict=True))
 
 
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_head_with_another_bit_than_its_twin_is_told(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def heads() -> Any:
+        cases = script.cases_of(kind, TINY, Inputs(DEVICE), routing.route, 0, exact=True, card=True)
+        heads = [case for case in cases if case.name.startswith("head")]
+        assert {case.format for case in heads} == {kind}
+        return script.check(heads, torch_ops(), lambda text: None)
+
+    plain = weigh_triton.weigh_fused
+
+    def wrong(*args: Any) -> Any:
+        weights, stats, tile = plain(*args)
+        stats.tilt.view(torch.int32)[-1, -1] ^= args[-1]
+        return weights, stats, tile
+
+    found = heads()
+    assert found.broken == found.outside == []
+    assert len(found.lines) == 3 * 5
+    monkeypatch.setattr(weigh_triton, "weigh_fused", wrong)
+    assert [told.partition(": ")[2] for told in heads().outside] == ["tilt as by Triton"] * 3
+
+
 def test_what_the_limits_say_of_the_kernels_is_so() -> None:
     assert soft_triton.FP8_TOP.value == exact_limits.SOFT_TOP
     assert soft_triton.FP8_STEPS * soft_triton.soft_blocks(1).depth == exact_limits.SOFT_RUN

@@ -105,7 +105,7 @@ def weights(dtype: torch.dtype, hidden: int = 256, width: int = 192) -> tuple[to
 
 def test_which_experts_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not experts_triton.streams(32, *weights(FP8)), "nothing is streamed in the interpreter"
-    monkeypatch.setattr(experts_triton, "_streaming", lambda device: True)
+    monkeypatch.setattr(experts_triton, "gluon", lambda device: True)
     assert experts_triton.streams(32, *weights(FP8))
     assert experts_triton.streams(64, *weights(torch.bfloat16))
     assert not experts_triton.streams(160, *weights(FP8)), "blocks of many rows"
@@ -121,19 +121,19 @@ def test_why_nothing_is_streamed(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     monkeypatch.setattr(kernels, "interpreted", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: tuple(capability))
     monkeypatch.setattr(triton, "__version__", "3.6.0+git1")
-    assert kernels.without_gluon(card) is None
-    assert kernels.without_gluon(torch.device("cpu"))
+    assert kernels.gluon_unavailable(card) is None
+    assert kernels.gluon_unavailable(torch.device("cpu"))
     for version in ("3.5.1", "3.10.0", "4.0"):
         monkeypatch.setattr(triton, "__version__", version)
-        told = kernels.without_gluon(card)
+        told = kernels.gluon_unavailable(card)
         assert told is not None
         assert f"3.6 to 3.9, not with {version}" in told
     capability[0] = 10
-    experts_triton._streaming.cache_clear()
+    kernels.gluon.cache_clear()
     with caplog.at_level("INFO"):
-        assert not experts_triton._streaming(card)
-    experts_triton._streaming.cache_clear()
-    assert "two kernels: the kernel is laid out for Hopper (9.0), this card has 10.0" in caplog.text
+        assert not any(kernels.gluon(card) for _ in ("experts", "head"))
+    kernels.gluon.cache_clear()
+    assert caplog.text.count("do their work: they are laid out for Hopper (9.0), this card has 10.0") == 1
 
 
 def test_marks_have_room_for_every_block() -> None:

@@ -20,7 +20,7 @@ from diffusiongemma.ops import soft_gluon, soft_triton
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.soft_gluon import APART, BK, PARTS, RUN, STAGES, Cut
 from diffusiongemma.ops.vocab import Table
-from ops.stream_model import Barrier, Part, Ring, _wait
+from ops.stream_model import Barrier, Part, Ring, wait
 
 COMPILE = """
 import json, re, subprocess, sys, tempfile
@@ -173,7 +173,7 @@ def test_when_the_product_is_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
     ones = torch.ones(4, 1, device=DEVICE)
     parts = soft_triton.Parts(torch.rand(4, 64, device=DEVICE), ones, ones[:, 0].contiguous(), ones, 64, False)
     plain = soft_triton.soft_embed(parts, table, 1.0, torch.float32, blocks=soft_triton.soft_blocks(1))
-    monkeypatch.setattr(soft_triton, "_streaming", lambda device: True)
+    monkeypatch.setattr(soft_triton, "gluon", lambda device: True)
     asked: list[torch.Tensor] = []
     monkeypatch.setattr(soft_gluon, "product", lambda *given: asked.append(given[0]) or product_plain(*given))
     torch.testing.assert_close(soft_triton.soft_embed(parts, table, 1.0, torch.float32), plain)
@@ -210,7 +210,7 @@ class Program:
         ring = Ring(self.stages, 1 - len(first) // self.stages, len(first) % self.stages)
         for at in self.mine:
             for step in self.steps(at)[len(first) if at == self.mine[0] else 0 :]:
-                yield from _wait(self.free[ring.at], ring.phase)
+                yield from wait(self.free[ring.at], ring.phase)
                 self.holds[ring.at] = at, step
                 yield
                 self.ready[ring.at].arrive()
@@ -222,7 +222,7 @@ class Program:
             unit = self.units[at]
             if group >= unit.groups:
                 for _ in self.steps(at):
-                    yield from _wait(self.ready[ring.at], ring.phase)
+                    yield from wait(self.ready[ring.at], ring.phase)
                     self.free[ring.at].arrive()
                     ring.step()
                     yield
@@ -230,7 +230,7 @@ class Program:
             step = unit.begin
             for run in runs(unit, group):
                 for k in range(run):
-                    yield from _wait(self.ready[ring.at], ring.phase)
+                    yield from wait(self.ready[ring.at], ring.phase)
                     assert self.holds[ring.at] == (at, step), "a stage holds something else"
                     yield
                     if k > 0:

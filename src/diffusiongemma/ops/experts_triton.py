@@ -10,9 +10,6 @@ Legend: N tokens, k experts a token, P = N k pairs, E experts, D hidden, I width
 
 from __future__ import annotations
 
-import logging
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -20,15 +17,13 @@ from torch import Tensor
 
 from diffusiongemma.ops import few_triton, product_triton
 from diffusiongemma.ops.fused import Rows
-from diffusiongemma.ops.kernels import early, interpreted, launch, without_gluon
+from diffusiongemma.ops.kernels import early, gluon, interpreted, launch
 from diffusiongemma.ops.product_triton import product
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.routing import Placed, Routing
 from diffusiongemma.ops.routing_triton import route
 from diffusiongemma.ops.rows_triton import rows_for
 from diffusiongemma.ops.tiles import block_rows, format_of
-
-log = logging.getLogger(__name__)
 
 WIDEST = 896  # of an expert that is streamed: a block's tiles of the first product fit `stream_gluon.ROUNDS`
 
@@ -39,21 +34,13 @@ def supported(device: torch.device, up: Tensor, down: Tensor) -> str | None:
     return product_triton.supported(device, up, hidden, gated=True) or product_triton.supported(device, down, width)
 
 
-@cache
-def _streaming(device: torch.device) -> bool:
-    reason = without_gluon(device)
-    if reason is not None and device.type == "cuda":
-        log.info("the products of the experts are two kernels: %s", reason)
-    return reason is None
-
-
 def streams(block: int, up: Tensor, down: Tensor) -> bool:
     """Can these experts, [E, 2 I, D] and [E, D, I], be streamed for pairs in blocks of so many rows? (Those that
     `experts_gluon.STAGES` knows, which may not be importable here.)"""
     hidden, width = down.shape[1:3]
     if up.dtype != down.dtype or up.dtype not in (torch.bfloat16, FP8) or block not in (32, 64):
         return False
-    return hidden % 128 == 0 and width % 64 == 0 and width <= WIDEST and _streaming(up.device)
+    return hidden % 128 == 0 and width % 64 == 0 and width <= WIDEST and gluon(up.device)
 
 
 @triton.jit

@@ -6,6 +6,7 @@ imported only after `unavailable` has found nothing.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -18,7 +19,9 @@ from typing import Any
 
 import torch
 
-TRIED = ((3, 6), (3, 9))  # versions of Triton that compile our kernels in Gluon, a language that still changes
+log = logging.getLogger(__name__)
+
+TRIED = ((3, 6), (3, 9))  # versions of Triton that compile the kernels in Gluon, a language that still changes
 
 _compile_only: ContextVar[bool] = ContextVar("compile_only", default=False)
 
@@ -41,25 +44,34 @@ def unavailable(device: torch.device | str, capability: tuple[int, int] = (9, 0)
     return None
 
 
-def interpreted() -> bool:
-    """Triton runs kernels in Python, on tensors of the CPU: slow, for tests."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
-
-
-def without_gluon(device: torch.device) -> str | None:
-    """Why no kernel in Gluon, Triton's lower level, can run on this device, or None"""
+def gluon_unavailable(device: torch.device) -> str | None:
+    """Why no kernel in Gluon can run on this device, or None"""
     if interpreted() or device.type != "cuda":
         return "Gluon has no interpreter"
-    import triton
-
     found = torch.cuda.get_device_capability(device)
     if found[0] != 9:
-        return f"the kernel is laid out for Hopper (9.0), this card has {found[0]}.{found[1]}"
+        return f"they are laid out for Hopper (9.0), this card has {found[0]}.{found[1]}"
+    import triton
+
     version = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])
     if not TRIED[0] <= version <= TRIED[1]:
         first, last = (".".join(map(str, each)) for each in TRIED)
-        return f"the kernel was tried with Triton {first} to {last}, not with {triton.__version__}"
+        return f"they were tried with Triton {first} to {last}, not with {triton.__version__}"
     return None
+
+
+@cache
+def gluon(device: torch.device) -> bool:
+    """Do kernels in Gluon run on this device? If not, the log says why, once."""
+    reason = gluon_unavailable(device)
+    if reason is not None and device.type == "cuda":
+        log.info("no kernels in Gluon, those in Triton do their work: %s", reason)
+    return reason is None
+
+
+def interpreted() -> bool:
+    """Triton runs kernels in Python, on tensors of the CPU: slow, for tests."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 @cache

@@ -10,8 +10,6 @@ Legend: N positions, D hidden, V vocabulary, T tiles of the weights (`vocab_trit
 
 from __future__ import annotations
 
-import logging
-from functools import cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -21,11 +19,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from diffusiongemma.ops.early_triton import ready, run
-from diffusiongemma.ops.kernels import without_gluon
+from diffusiongemma.ops.kernels import gluon
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.vocab import Table
-
-log = logging.getLogger(__name__)
 
 PARTS = 6
 # fp8 holds 2^-9 … 448: the largest weight of a row, 1, is put at 256, so weights down to 2^-17 of it are kept.
@@ -199,15 +195,6 @@ def needed(p: Parts, skip: float, rows: int) -> Needed:
     return Needed(rows, need, which, count)
 
 
-@cache
-def _streaming(device: torch.device) -> bool:
-    """Does `soft_gluon` make the product where both its sides are fp8 and nothing may be left out?"""
-    reason = without_gluon(device)
-    if reason is not None and device.type == "cuda":
-        log.info("the soft embedding's product is made in tiles of 256 x 128: %s", reason)
-    return reason is None
-
-
 def soft_embed(
     p: Parts,
     table: Table,
@@ -222,7 +209,7 @@ def soft_embed(
     eight = table.soft is not None
     raw = p.fixed and not eight
     b = blocks or soft_blocks(1 if eight else p.weights.element_size())
-    if table.soft is not None and blocks is None and skip == 0 and _streaming(table.soft.device):
+    if table.soft is not None and blocks is None and skip == 0 and gluon(table.soft.device):
         from diffusiongemma.ops import soft_gluon
 
         return soft_gluon.soft_embed(rescale(p, FP8), p.share, table, scale, dtype)

@@ -1,6 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
 """The first stage of the vocabulary end: logits become weights and four numbers a tile (see `vocab_triton`).
 
+On Hopper, `weigh_gluon` does the same for 8-bit tables where no position has pins or bans: with the same bits, sooner.
+
 Legend: N positions, D hidden, V vocabulary, T tiles.
 """
 
@@ -17,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from diffusiongemma.errors import InputError
 from diffusiongemma.ops.early_triton import multiprocessors, ready, run
+from diffusiongemma.ops.kernels import gluon
 from diffusiongemma.ops.norm_triton import quantize_rows
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.vocab import WORD, Rules, Table
@@ -46,7 +49,7 @@ def head_blocks(few: bool, dtype: torch.dtype) -> Blocks:
         return Blocks(32, 128, 64, 4, 2)
     if few:  # reading the table is all there is: many small programs keep more of it on its way
         return Blocks(16, 128, 256 // dtype.itemsize, 4, 5, 16)
-    if dtype == torch.int8:  # two programs on a multiprocessor: one multiplies while the other makes its weights
+    if dtype.itemsize == 1:  # two programs on a multiprocessor: one multiplies while the other makes its weights
         return Blocks(128, 128, 128, 4, 3, 2)
     return Blocks(128, 256, 128 // dtype.itemsize, 8, 4)  # what two warp groups hold in registers
 
@@ -109,7 +112,9 @@ def _head_kernel(
             word = tile * (BLOCK_V // 32) + tl.arange(0, BLOCK_V // 32)[None, :]
             some = tl.load(banned + sets * words + word, mask=(sets >= 0) & (word < words), other=0)
             if tl.max(tl.where(some != 0, 1, 0)) > 0:  # most tiles have no banned token
-                z = _bar(z, token[None, :], sets, banned, words)
+                # Not by `_bar`: a load for every number would have all sums made in an order that suits the load.
+                bits = (some[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
+                z = tl.where(tl.reshape(bits, z.shape) != 0, NEVER, z)
         if PINS:
             held = tl.load(pin + row, mask=live, other=-1)[:, None]
             z = tl.where(held >= 0, tl.where(token[None, :] == held, zero, NEVER), z)
@@ -177,10 +182,19 @@ class Stats(NamedTuple):
         return cls(*(torch.empty(rows, tiles, dtype=kind, device=device) for kind in kinds))
 
 
+def streams(table: Table, rules: Rules, b: Blocks, dtype: torch.dtype) -> bool:
+    """Can `weigh_gluon` make these weights? It has 8-bit tables, tiles of 128, no pins and no bans, and stores rows of
+    whole 16 bytes."""
+    if table.scale is None or any(_flags(rules).values()) or (b.rows, b.vocab, b.depth) != (128, 128, 128):
+        return False
+    return dtype == torch.bfloat16 and table.weight.shape[0] % 8 == 0 and gluon(table.weight.device)
+
+
 def weigh_fused(
-    hidden: Tensor, table: Table, rules: Rules, cap: float, b: Blocks, fixed: bool = False
+    hidden: Tensor, table: Table, rules: Rules, cap: float, b: Blocks, fixed: bool = False, stream: bool = True
 ) -> tuple[Tensor, Stats, int]:
-    """hidden [N, D] -> weights [N, V], their statistics, tokens a tile; `fixed`: relative to `reference`"""
+    """hidden [N, D] -> weights [N, V], their statistics, tokens a tile; `fixed`: relative to `reference`; `stream`: by
+    `weigh_gluon` where that can be, with the same bits"""
     rows, width = hidden.shape
     vocab = table.weight.shape[0]
     x, x_scale = hidden.contiguous(), None
@@ -189,6 +203,13 @@ def weigh_fused(
     tiles = triton.cdiv(vocab, b.vocab)
     weights = torch.empty(rows, vocab, dtype=hidden.dtype, device=hidden.device)
     stats = Stats.empty(rows, tiles, hidden.device)
+    if stream and streams(table, rules, b, weights.dtype):
+        from diffusiongemma.ops.weigh_gluon import head_streamed
+
+        assert x_scale is not None
+        assert table.scale is not None
+        head_streamed(x, x_scale, table.weight, table.scale, rules.temperature, weights, stats, cap, fixed)
+        return weights, stats, b.vocab
     run(
         _head_kernel, min(tiles * triton.cdiv(rows, b.rows), b.resident * multiprocessors(x.device)),
         TensorDescriptor.from_tensor(x, [b.rows, b.depth]),
