@@ -31,7 +31,7 @@ from diffusiongemma.model.pool import CachePool
 from diffusiongemma.model.support import prepare, unsupported
 
 log = logging.getLogger(__name__)
-TURN = 2048  # tokens of a commit and a step: up to so many, one pass is quicker than two, which read the same experts
+TURN = 4096  # tokens of a commit and a step: up to so many, one pass is quicker than two, which read the same experts
 MOST_LANES = 8  # of widths that may never come again: whose boards are kept
 Place = tuple[int, bool, bool]  # a lane: the width of its canvases, whether they are warm, and ruled (`Lane`)
 
