@@ -264,3 +264,24 @@ def test_a_commit_that_fails_keeps_no_finished_block_back(turns: bool) -> None:
     assert found[0] == found[1]
     assert [event[0] for event in found[0]] == ["draft", "draft", "draft", "commit", "end"]
     assert found[0][-1][1] == "error"
+
+
+def test_a_recording_that_fails_leaves_other_turns_as_they_were() -> None:
+    """A turn of one user is recorded, that of two cannot be: the next user's blocks are committed all the same."""
+    one, two = asks(1, ends=False), [asks(seed, ends=False) for seed in (2, 3)]
+    with make_engine(ahead=True) as engine, make_engine(ahead=False) as other:
+        runner = engine.scheduler.runner
+        assert isinstance(runner, FastRunner)
+        record = runner.recorder.record
+
+        def fail(name: str, *rest: Any) -> Any:
+            if "a step of 2" in name and "commit" in name:
+                raise RuntimeError("no memory")
+            return record(name, *rest)
+
+        runner.recorder.record = fail  # type: ignore[method-assign]
+        all_at_once(engine, [asks(4, ends=False)])
+        with pytest.raises(RuntimeError, match="no memory"):
+            all_at_once(engine, two)
+        engine.scheduler.abort("no memory")  # as the engine's thread does
+        assert all_at_once(engine, [one]) == all_at_once(other, [one])

@@ -194,8 +194,10 @@ class Lane:
             changed = (board.tokens, board.soft, board.previous, board.counts, board.out)
             name = f"{kind}{'' if self.warm else ', cold'}{' with rules' if self.ruled else ''}"
             self._block_begin.zero_()  # recording runs the step, which must not write into anybody's row
-            self._steps[kind] = self.recorder.record(name, partial(self.step, kind), changed)
-            self._block_begin.copy_(self._begin)
+            try:
+                self._steps[kind] = self.recorder.record(name, partial(self.step, kind), changed)
+            finally:  # should it fail, turns that are recorded already commit as before
+                self._block_begin.copy_(self._begin)
         return self._steps[kind]
 
     @torch.inference_mode()
