@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from diffusiongemma.engine import Limits, Request, SamplingParams, collect, prepare
+from diffusiongemma.engine import Engine, Limits, Request, SamplingParams, collect, prepare
 from diffusiongemma.engine.fast import FastRunner
-from engine.runners import CONFIG, fast_engine, plain_engine
+from diffusiongemma.model import DiffusionGemma
+from diffusiongemma.model.backend import torch_ops
+from diffusiongemma.text.bytes import byte_tokenizer
+from engine.runners import CONFIG, SMALL, fast_engine, plain_engine
 
 
 def test_a_text_of_two_blocks_finds_everything_recorded() -> None:
@@ -33,6 +36,14 @@ def test_where_there_is_nothing_to_record() -> None:
         assert prepare(engine) == []
     with fast_engine(Limits(max_bytes=1 << 14)) as engine:
         assert prepare(engine) == []
+
+
+def test_a_model_of_few_positions_starts_all_the_same() -> None:
+    config, limits = CONFIG.replace(max_position_embeddings=64 + 2 * CONFIG.canvas_length - 1), Limits(max_bytes=SMALL)
+    model = DiffusionGemma(config).init_weights(3).eval().requires_grad_(False)
+    with Engine(model, byte_tokenizer(), limits=limits, runner=FastRunner(model, torch_ops(), limits)) as engine:
+        assert prepare(engine) == []
+        assert engine.generate([5, 6, 7], max_new_tokens=20, steps=2).tokens
 
 
 def test_what_is_done_is_shown(capfd: pytest.CaptureFixture[str]) -> None:

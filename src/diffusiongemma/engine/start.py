@@ -22,11 +22,12 @@ def prepare(engine: Engine, progress: bool | None = None) -> list[str]:
     if not isinstance(runner, FastRunner):
         engine.generate([1], max_new_tokens=1, steps=1, seed=0, canvas=1)
         return found
-    width = engine.model.config.canvas_length
+    config, width = engine.model.config, engine.model.config.canvas_length
     given = {"max_new_tokens": 2 * width, "canvas": width, "steps": STEPS, "early_stop": False, "redo": 0, "seed": 0}
     params = SamplingParams.build(engine.params, mode="diffusion", stop=(), logprobs=None, **given)
-    prompt = (1,) * PROMPT
-    if CacheRow.bytes_for(engine.model.config, PROMPT + 2 * width, runner.dtype) > engine.scheduler.limits.max_bytes:
+    prompt, length = (1,) * PROMPT, PROMPT + 2 * width
+    taken = CacheRow.bytes_for(config, length, runner.dtype)
+    if length > config.max_position_embeddings or taken > engine.scheduler.limits.max_bytes:
         return found  # such a text has no room: what shorter ones need is recorded when they come
     with _line(progress) as tell:
 
