@@ -6,12 +6,15 @@ import json
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from PIL import Image
 from typer.testing import CliRunner, Result
 
 from diffusiongemma import ModelConfig
+from diffusiongemma import engine as engine_module
 from diffusiongemma.checkpoint import save_model
 from diffusiongemma.cli import app, show
 from diffusiongemma.cli.options import Settings
@@ -325,3 +328,23 @@ def test_terminal_shows_the_picture(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     picture = preview(coverage(render(FILLED, 32)).tolist()).plain.strip("\n")
     assert picture in capsys.readouterr().out
     assert "█" * 20 in picture
+
+
+@pytest.mark.parametrize(
+    ("habit", "written", "prepared"),
+    [
+        ("diffusion", {}, True),
+        ("ar", {}, False),
+        ("ar", {"mode": "diffusion"}, True),
+        ("diffusion", {"mode": "ar"}, False),
+    ],
+)
+def test_on_a_card_it_is_prepared_for_how_it_will_draw(
+    monkeypatch: pytest.MonkeyPatch, habit: str, written: dict[str, str], prepared: bool
+) -> None:
+    made = SimpleNamespace(model=SimpleNamespace(device=torch.device("cuda")), svg_mode=habit)
+    found = list[object]()
+    monkeypatch.setattr(engine_module, "prepare", found.append)
+    monkeypatch.setattr(Engine, "load", lambda *_: made)
+    assert Settings(options=dict(written)).load(either_mode=True) is made
+    assert found == [made] * prepared

@@ -110,6 +110,8 @@ class Settings:
         if "logprobs" in self.options and not self.as_json:
             raise InputError("--logprobs has no effect without --json: nothing else shows them")
         engine = Engine.load(self.model, self.device, self.dtype)
+        if either_mode and "mode" not in self.options:
+            mode = engine.svg_mode
         if engine.model.device.type == "cuda" and mode == "diffusion":  # it takes seconds: say so, and not in the text
             prepare(engine)
         return engine
