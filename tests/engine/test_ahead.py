@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +19,7 @@ from diffusiongemma.engine import End, Engine, Event, Limits, Request, SamplingP
 from diffusiongemma.engine.fast import FastRunner
 from diffusiongemma.engine.graphs import uncollected
 from diffusiongemma.engine.lane import Lane
-from diffusiongemma.model import DiffusionGemma
+from diffusiongemma.model import CacheRow, DiffusionGemma
 from diffusiongemma.model.backend import torch_ops
 from diffusiongemma.text.bytes import byte_tokenizer
 from engine.runners import CONFIG, SMALL, BoardDraws, RunningRecorder, all_at_once, told
@@ -136,6 +137,22 @@ def test_who_goes_the_plain_way_commits_by_itself() -> None:
             with make_engine(ahead) as engine:
                 found.append(all_at_once(engine, asked))
         assert found[0] == found[1]
+
+
+def test_without_memory_to_put_anything_aside_the_host_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [asks(1, 80, ends=False, prompt=75)]
+    with make_engine(ahead=False) as other:
+        want = all_at_once(other, asked)
+
+    def fail(row: CacheRow, count: int) -> None:
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(CacheRow, "put_aside", fail)
+    with make_engine(ahead=True) as engine, watched(engine) as found:
+        assert all_at_once(engine, asked) == want
+    assert found.count("turn") == 4, "with the first step all the same"
+    first = ["encode", "step", "step", "read", "step", "read", "read", "turn"]
+    assert found[: len(first)] == first
 
 
 def test_recording_a_turn_leaves_no_trace() -> None:

@@ -23,6 +23,7 @@ def test_a_text_of_two_blocks_finds_everything_recorded() -> None:
         assert names[2].endswith("with the commit before it")
         assert recorder.listener is None
         assert prepare(engine) == []
+        assert not len(engine.scheduler.prefixes)
         params = SamplingParams.build(max_new_tokens=2 * CONFIG.canvas_length, steps=4, early_stop=False, seed=1)
         recorder.listener = names.append
         again = collect(engine.submit(Request((5, 6, 7), params, ends=False)))

@@ -103,6 +103,7 @@ class FastRunner(Runner):
         if self._launch(self.drawing, drawing):
             self._land([self.drawing])
         if self._blocks_alone(work):
+            assert not any(sequence.phase == "denoise" for sequence, _ in self._blocks), "blocks that nobody committed"
             self._blocks = rest  # until it is known who steps: `_commit_waiting`
             for sequence, _ in rest:
                 sequence.metrics.encoder_forwards += 1
@@ -201,16 +202,15 @@ class FastRunner(Runner):
         outgrown = [row for row in rows if row.length + lane.width > row.ring]
         if outgrown and not few:
             return []  # a row must be able to forget its block again, and it is much that would have to be put aside
-        for row in outgrown:
-            row.put_aside(lane.width)
+        if not _put_aside(outgrown, lane.width):
+            return []
         before = [row.length for row in rows]
-        blocks: list[Block | None] = [None] * len(rows)
         following = [sequence.foresee() for sequence in ending] if few else []
         if few and all(map(lane.fits, following)):
             lane.turn(lane.succeed(following))
         else:
             self.slate.remember(lane.board.previous[: len(rows)].flatten(), rows, [lane.width] * len(rows))
-        return list(map(Ahead, ending, before, following or blocks))
+        return list(map(Ahead, ending, before, following if few else [None] * len(rows)))
 
     def _settle(self, blocks: Seq[Ahead]) -> None:
         """These blocks were committed before they were read. Who turned out to be at its end, or was cancelled, forgets
@@ -232,6 +232,18 @@ class FastRunner(Runner):
         if not isinstance(sequence.draws, SeededDraws) or unfit(denoiser) is not None:
             return None
         return len(canvas), is_warm(denoiser), is_ruled(denoiser)
+
+
+def _put_aside(rows: Seq[CacheRow], count: int) -> bool:
+    """What the next tokens overwrite; False: there is no memory for it"""
+    try:
+        for row in rows:
+            row.put_aside(count)
+    except torch.OutOfMemoryError:
+        for row in rows:
+            row.drop_aside()
+        return False
+    return True
 
 
 def choose_runner(model: DiffusionGemma, limits: Limits, kernels: bool | None = None) -> Runner:

@@ -2,7 +2,8 @@
 
 Between two steps the host only learns what came out; tokens, conditioning and counters stay where they are. A step may
 be launched before the results of the one before it have been read (`Lane.launch` twice): should a canvas turn out to
-have been done, its further step is thrown away, for a step writes nothing but the board.
+have been done, its further step is thrown away, for a step writes nothing but the board. (A turn, a step with the
+commit of the block before it, also writes into cache rows, which must be able to forget that: `CacheRow.put_aside`.)
 """
 
 from __future__ import annotations
@@ -244,7 +245,7 @@ class Lane:
         if denoiser.stop is not None and denoiser.stop.stability:
             history = (*before.history, outcome.argmax)[-denoiser.stop.stability :]
         tokens = outcome.argmax  # those that the next step reads stay on the board
-        if sequence.params.canvas == "adaptive":  # it may be cut, and then goes on in another lane
+        if sequence.params.canvas == "adaptive" and not outcome.done:  # it may be cut, and go on in another lane
             tokens, sequence.soft = self.board.take(row)
         return Canvas(
             tokens, before.step + 1, outcome.done, outcome.settled, outcome.argmax, outcome.entropy, outcome.accepted,

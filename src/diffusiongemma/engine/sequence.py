@@ -131,7 +131,8 @@ class Sequence:
     # ---- what the runner reports -------------------------------------------------------------------------------------
 
     def encoded(self, foreseen: Block | None = None) -> None:
-        """Everything known is in the cache: on to the next canvas, or to drawing tokens."""
+        """Everything known is in the cache, or will be with the next canvas's first step (`FastRunner`): on to that
+        canvas, or to drawing tokens."""
         if not self.metrics.blocks and not self.metrics.prefill_seconds:
             self.metrics.prefill_seconds = self.age
         if self.params.mode == "ar":

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from diffusiongemma.engine.engine import Engine, collect
+from diffusiongemma.engine.engine import Engine
+from diffusiongemma.engine.events import Commit, End
 from diffusiongemma.engine.fast import FastRunner
 from diffusiongemma.engine.params import SamplingParams
 from diffusiongemma.engine.request import Request
+from diffusiongemma.errors import DiffusionGemmaError
 from diffusiongemma.model import CacheRow
 
 PROMPT, STEPS = 64, 3
 
 
 def prepare(engine: Engine, progress: bool | None = None) -> list[str]:
-    """Write a short text -> what was recorded for it: a prompt, a step, and a step with the commit before it. The
+    """Begin a short text -> what was recorded for it: a prompt, a step, and a step with the commit before it. The
     kernels of these are compiled then (Triton keeps them for the next start); what only others need is recorded when
     they come. Without a card there is little to do. `progress`: a line on stderr; None: on terminals only."""
     runner, found = engine.scheduler.runner, list[str]()
@@ -37,7 +39,12 @@ def prepare(engine: Engine, progress: bool | None = None) -> list[str]:
 
         before, runner.recorder.listener = runner.recorder.listener, hear
         try:
-            collect(engine.submit(Request(prompt, params, ends=False, drafts=False)))
+            handle = engine.submit(Request(prompt, params, ends=False, drafts=False))
+            for event in handle:
+                if isinstance(event, Commit):  # the pass behind it is recorded by now, and nobody wants the text
+                    handle.cancel()
+                elif isinstance(event, End) and event.error:
+                    raise DiffusionGemmaError(f"the engine cannot write: {event.error}")
         finally:
             runner.recorder.listener = before
     return found
