@@ -41,7 +41,7 @@ class Ahead(NamedTuple):
 
     sequence: Sequence
     before: int  # tokens that its row had
-    following: Block | None  # the canvas behind it, if that was begun
+    following: Block | None  # the canvas behind it, if that is known
 
 
 class FastRunner(Runner):
