@@ -6,16 +6,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from runner_small import LIMITS, SMALL, run_all, tell_differences
-from runner_stage import BF16, DEVICE, TINY, check
+from runner_small import LIMITS, SMALL, run_all, small_network, tell_differences
+from runner_stage import TINY, check
 
-from diffusiongemma.config import ModelConfig
 from diffusiongemma.engine import Request, SamplingParams
 from diffusiongemma.engine.fast import FastRunner
 from diffusiongemma.model import DiffusionGemma
 from diffusiongemma.model.backend import triton_ops
 from diffusiongemma.model.pool import PoolRow
-from diffusiongemma.model.quantize import Scheme, random_network
 
 # Of several users a block is committed ahead only where its row could forget it again: the ring must have room for it.
 # What one user's overwrites is put aside.
@@ -27,18 +25,11 @@ WIDE = replace(LIMITS, chunk=16 if TINY else 1024)  # four blocks are committed 
 
 def blocks(kind: str | None) -> None:
     name = kind or "bf16"
-    narrow, model = (_network(config, kind) for config in (NARROW, CONFIG))
+    narrow, model = (small_network(kind, config) for config in (NARROW, CONFIG))
     _ahead(f"{name}, 1 user, a narrow window", narrow, 1)
     for users in () if TINY else (1, 4):
         _ahead(f"{name}, {users} users", model, users)
     _remembered(name, model)
-
-
-def _network(config: ModelConfig, kind: str | None) -> DiffusionGemma:
-    scheme = None if kind is None else Scheme.parse(kind, 64 if kind == "int4" else None)
-    model = random_network(config, scheme, DEVICE, BF16, std=0.05)
-    model.self_conditioning.down_proj.weight.mul_(0.1)
-    return model
 
 
 def _ahead(name: str, model: DiffusionGemma, users: int) -> None:

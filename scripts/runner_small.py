@@ -35,9 +35,9 @@ SMALL = ModelConfig.preset(
 LIMITS = Limits(max_bytes=1 << (20 if TINY else 28), max_rows=4, chunk=16 if TINY else 512)
 
 
-def small_network(kind: str | None) -> DiffusionGemma:
+def small_network(kind: str | None, config: ModelConfig = SMALL) -> DiffusionGemma:
     scheme = None if kind is None else Scheme.parse(kind, 64 if kind == "int4" else None)
-    model = random_network(SMALL, scheme, DEVICE, BF16, std=0.05)
+    model = random_network(config, scheme, DEVICE, BF16, std=0.05)
     model.self_conditioning.down_proj.weight.mul_(0.1)  # else rounding errors grow from step to step
     return model
 

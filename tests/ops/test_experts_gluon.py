@@ -4,10 +4,6 @@ sorted") and `scripts/bench_stream.py`."""
 
 from ops.triton_cpu import DEVICE  # isort: skip
 
-import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -19,70 +15,39 @@ from diffusiongemma.ops import experts_triton, kernels, routing, tiles
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.stream_gluon import MOST, ROUNDS
 from diffusiongemma.ops.tiles import Shape
+from ops import hopper
 from ops.stream_model import Work, run
 
 COMPILE = """
-import json, re, subprocess, sys, tempfile
-from pathlib import Path
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
+import json, sys
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from diffusiongemma.ops.experts_gluon import STAGES, experts_kernel
+from ops.hopper import aligned, compiled, facts
 
-def compiled(kind, block):
-    wide, quant = (128, True) if kind == "fp8e4nv" else (64, False)
-    layout = gl.NVMMASharedLayout(128, 1024 // wide, 2)
-    tile = f"tensordesc<{kind}[64, {wide}],{layout!r}>"
-    types = dict(x=f"*{kind}", x_scale="*fp32", w_up=tile, up_scale="*fp32", w_down=tile, down_scale="*fp32",
-                 hidden="*bf16", rounded=f"*{kind}", h_rows=tile.replace("[64", f"[{block}"), h_scale="*fp32",
-                 out="*bf16", order="*i32", share="*fp32", counts="*i32", beyond="*i32", marks="*i32", each="i32")
-    known = dict(D=256, I=192, APART=384 if quant else 192, TOP_K=2, EXPERTS=16, T=block, BK=wide,
-                 STAGES=STAGES[block], WIDTH=256, REGISTERS=128, FEW=80)
-    if not quant:
-        for name in ("x_scale", "up_scale", "down_scale", "h_scale"):
-            types[name], known[name] = "constexpr", None
-    names = experts_kernel.arg_names
-    kinds = {name: types.get(name, "constexpr") for name in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if kinds[name].startswith("*")}
-    source = GluonASTSource(experts_kernel, kinds, known, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": 112})
-
-def unguarded(ptx):  # places where one thread tells what its warps did, and they may not have done it yet
-    behind, found = False, []
-    for line in ptx.splitlines():
-        if re.search(r"\\bbar(rier)?\\.(warp\\.)?sync", line):
-            behind = False
-        elif re.search(r"wgmma\\.wait_group|(ld|st)\\.shared|st\\.global", line):
-            behind = True
-        elif behind and re.search(r"mbarrier\\.arrive\\.shared|atom\\.\\S*acq_rel", line):
-            found.append(line.strip())
-    return found
-
-found = compiled(sys.argv[1], int(sys.argv[2]))
-ptx = found.asm["ptx"]
-file = Path(tempfile.mkdtemp()) / "kernel.ptx"
-file.write_text(ptx)
-command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(file), "-o", str(file.with_suffix(".cubin"))]
-told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-print(json.dumps({
-    "shared": found.metadata.shared, "threads": ptx.partition(".reqntid ")[2].split()[0],
-    "products": ptx.count("wgmma.mma_async"), "waits": ptx.count("griddepcontrol.wait"),
-    "copies": ptx.count("cp.async.bulk.tensor"), "spilled": int(re.search(r"(\\d+) bytes spill stores", told).group(1)),
-    "serialised": "serialized" in told, "unguarded": unguarded(ptx), "told": ptx.count("mbarrier.arrive.shared"),
-}))
+kind, block = sys.argv[1], int(sys.argv[2])
+wide, quant = (128, True) if kind == "fp8e4nv" else (64, False)
+layout = gl.NVMMASharedLayout(128, 1024 // wide, 2)
+tile = f"tensordesc<{kind}[64, {wide}],{layout!r}>"
+types = dict(x=f"*{kind}", x_scale="*fp32", w_up=tile, up_scale="*fp32", w_down=tile, down_scale="*fp32",
+             hidden="*bf16", rounded=f"*{kind}", h_rows=tile.replace("[64", f"[{block}"), h_scale="*fp32",
+             out="*bf16", order="*i32", share="*fp32", counts="*i32", beyond="*i32", marks="*i32", each="i32")
+known = dict(D=256, I=192, APART=384 if quant else 192, TOP_K=2, EXPERTS=16, T=block, BK=wide,
+             STAGES=STAGES[block], WIDTH=256, REGISTERS=128, FEW=80)
+if not quant:
+    for name in ("x_scale", "up_scale", "down_scale", "h_scale"):
+        types[name], known[name] = "constexpr", None
+kinds = {name: types.get(name, "constexpr") for name in experts_kernel.arg_names}
+source = GluonASTSource(experts_kernel, kinds, known, aligned(kinds))
+print(json.dumps(facts(compiled(source, num_warps=4, maxnreg=112))))
 """
 
 
 @pytest.mark.parametrize(("kind", "block"), [("fp8e4nv", 32), ("bf16", 32), ("fp8e4nv", 64), ("bf16", 64)])
 def test_compiles_for_hopper_and_leaves_room_beside_it(kind: str, block: int) -> None:
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILE, kind, str(block)], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.strip().splitlines()[-1])
+    found = hopper.run(COMPILE, kind, block)
     parts = 6 if kind == "fp8e4nv" else 5  # without rounding there is one part fewer, and nobody's warps make it up
-    assert found["threads"] == "384", "two groups that multiply, and four single warps"
+    assert found["threads"] == 384, "two groups that multiply, and four single warps"
     assert found["waits"] == parts, "every part waits by itself for the launch before"
     assert found["products"]
     assert found["copies"]

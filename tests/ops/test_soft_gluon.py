@@ -4,11 +4,7 @@ is not there, a model of who waits for whom is run, and its cut is made in torch
 
 from ops.triton_cpu import DEVICE  # isort: skip
 
-import json
-import os
 import random
-import subprocess
-import sys
 from typing import NamedTuple
 
 import pytest
@@ -20,62 +16,33 @@ from diffusiongemma.ops import soft_gluon, soft_triton
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.soft_gluon import APART, BK, PARTS, RUN, STAGES, Cut
 from diffusiongemma.ops.vocab import Table
+from ops import hopper
 from ops.stream_model import Barrier, Part, Ring, wait
 
 COMPILE = """
-import json, re, subprocess, sys, tempfile
-from pathlib import Path
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
+import json, re, sys
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from diffusiongemma.ops.soft_gluon import APART, OPTIONS, PARTS, STAGES, soft_product_kernel
+from ops.hopper import aligned, compiled, facts
 
 layout = gl.NVMMASharedLayout(128, 8, 2)
 types = dict(p=f"tensordesc<fp8e4nv[256, 128],{layout!r}>", w=f"tensordesc<fp8e4nv[64, 128],{layout!r}>", part="*fp32",
              rows="i32")
 known = dict(D=int(sys.argv[1]), STEPS=2048, PARTS=PARTS, APART=APART, STAGES=STAGES)
 known |= {name: value for name, value in OPTIONS.items() if name.isupper()}
-names = soft_product_kernel.arg_names
-source = GluonASTSource(soft_product_kernel, {name: types.get(name, "constexpr") for name in names}, known,
-                        {(names.index("part"),): [["tt.divisibility", 16]]})
+kinds = {name: types.get(name, "constexpr") for name in soft_product_kernel.arg_names}
 options = {name: value for name, value in OPTIONS.items() if name.islower()}
-found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-
-def unguarded(ptx):  # places where one thread tells what its warps did, and they may not have done it yet
-    behind, found = False, []
-    for line in ptx.splitlines():
-        if re.search(r"\\bbar(rier)?\\.(warp\\.)?sync", line):
-            behind = False
-        elif re.search(r"wgmma\\.wait_group", line):
-            behind = True
-        elif behind and re.search(r"mbarrier\\.arrive\\.shared", line):
-            found.append(line.strip())
-    return found
-
-ptx = found.asm["ptx"]
-file = Path(tempfile.mkdtemp()) / "kernel.ptx"
-file.write_text(ptx)
-command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(file), "-o", str(file.with_suffix(".cubin"))]
-told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-print(json.dumps({
-    "shared": found.metadata.shared, "threads": ptx.partition(".reqntid ")[2].split()[0],
-    "products": ptx.count("wgmma.mma_async"), "waits": ptx.count("griddepcontrol.wait"),
-    "copies": ptx.count("cp.async.bulk.tensor"), "spilled": int(re.search(r"(\\d+) bytes spill stores", told).group(1)),
-    "serialised": "serialized" in told, "unguarded": unguarded(ptx), "told": ptx.count("mbarrier.arrive.shared"),
-    "added": len(re.findall(r"(red|atom)\\.global\\S*\\.add\\.v2\\.f32", ptx)),
-}))
+kernel = compiled(GluonASTSource(soft_product_kernel, kinds, known, aligned(kinds)), **options)
+added = re.findall(r"(red|atom)\\.global\\S*\\.add\\.v2\\.f32", kernel.asm["ptx"])
+print(json.dumps(facts(kernel) | {"added": len(added)}))
 """
 
 
 @pytest.mark.parametrize("width", [2816, 64])  # with columns of three groups and one of two; with one group alone
 def test_compiles_for_hopper(width: int) -> None:
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILE, str(width)], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.strip().splitlines()[-1])
-    assert found["threads"] == "512", "three groups that multiply, and a warp that asks"
+    found = hopper.run(COMPILE, width)
+    assert found["threads"] == 512, "three groups that multiply, and a warp that asks"
     assert found["shared"] <= 227 << 10
     assert found["waits"] >= 4, "every part waits by itself for the launch before"
     assert found["products"]

@@ -4,11 +4,7 @@ model of who waits for whom is run; its numbers are compared with `weigh_triton`
 
 from ops.triton_cpu import DEVICE  # isort: skip
 
-import json
-import os
 import random
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 
@@ -19,63 +15,43 @@ from hypothesis import strategies as st
 
 from diffusiongemma.ops import weigh_triton
 from diffusiongemma.ops.vocab import Rules, ban, make_table
+from ops import hopper
 from ops.stream_model import Barrier, Part, Ring, wait
 
 COMPILE = """
-import json, re, subprocess, sys, tempfile
-from pathlib import Path
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
+import json, re, sys
 from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from diffusiongemma.ops.weigh_gluon import MOST, head_kernel
 from diffusiongemma.ops.weigh_triton import _head_kernel
+from ops.hopper import aligned, compiled, facts
 
 kind, fixed = sys.argv[1], sys.argv[2] == "fixed"
 given = dict(x_scale="*fp32", w_scale="*fp32", temperature="*fp32", peak="*fp32", best="*i32", mass="*fp32",
              tilt="*fp32", rows="i32", vocab="i32")
 
-def compiled(source, kernel, types, known, **options):
+def head(source, kernel, types, known, **options):
     kinds = {name: (given | types).get(name, "constexpr") for name in kernel.arg_names}
-    even = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kinds) if kinds[name][0] == "*" or name == "vocab"}
     known = dict.fromkeys(("pin", "banned", "banned_set")) | dict(D=2816, CAP=30.0, FIXED=fixed) | known
     known = {name: value for name, value in known.items() if kinds.get(name) == "constexpr"}
-    return triton.compile(source(kernel, kinds, known, even), target=GPUTarget("cuda", 90, 32), options=options)
+    return compiled(source(kernel, kinds, known, aligned(kinds, "vocab")), **options)
 
 def twin(rules):
     tile = f"tensordesc<{kind}[128, 128]>"
     types = dict(x=tile, w=tile, weights="*bf16", words="i32")
     types |= dict.fromkeys(("pin", "banned", "banned_set"), "*i32") if rules else {}
     known = dict(EIGHT=True, INT=kind == "i8", PINS=rules, BANS=rules, BLOCK_N=128, BLOCK_V=128, BLOCK_K=128, HOPPER=1)
-    return compiled(ASTSource, _head_kernel, types, known, num_warps=4, num_stages=3)
+    return head(ASTSource, _head_kernel, types, known, num_warps=4, num_stages=3)
 
 tile = f"tensordesc<{kind}[128, 128],{gl.NVMMASharedLayout(128, 8, 2)!r}>"
 out = f"tensordesc<bf16[64, 128],{gl.NVMMASharedLayout(128, 16, 2)!r}>"
-mine = compiled(GluonASTSource, head_kernel, dict(x=tile, w=tile, weights=out), {}, num_warps=4, maxnreg=MOST)
-ptx = mine.asm["ptx"]
-file = Path(tempfile.mkdtemp()) / "kernel.ptx"
-file.write_text(ptx)
-command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(file), "-o", str(file.with_suffix(".cubin"))]
-told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-behind, unguarded = False, []  # places where one thread tells what its warps did, and they may not have done it yet
-for line in ptx.splitlines():
-    if re.search(r"\\bbar(rier)?\\.(warp\\.)?sync", line):
-        behind = False
-    elif re.search(r"wgmma\\.wait_group|(ld|st)\\.shared|stmatrix", line):
-        behind = True
-    elif behind and re.search(r"mbarrier\\.arrive\\.shared|tensor\\S*global\\.shared", line):
-        unguarded.append(line.strip())
+mine = head(GluonASTSource, head_kernel, dict(x=tile, w=tile, weights=out), {}, num_warps=4, maxnreg=MOST)
 ROUND = r"\\b((?:add|sub|mul|fma|div|max|ex2|rsqrt|cvt)\\.\\S*f32\\S*)\\s"
 LAID = r"\\(tensor<128x128x[if]32, #(\\w+)>\\) -> tensor<128x"  # how the numbers lie that become one a row
 plain, ruled = twin(False).asm, twin(True).asm
-print(json.dumps({
-    "shared": mine.metadata.shared, "threads": ptx.partition(".reqntid ")[2].split()[0],
-    "products": re.findall(r"wgmma\\.mma_async\\S+", ptx), "waits": ptx.count("griddepcontrol.wait"),
-    "spilled": int(re.search(r"(\\d+) bytes spill stores", told).group(1)), "serialised": "serialized" in told,
-    "unguarded": unguarded, "told": ptx.count("mbarrier.arrive.shared"),
-    "operations": re.findall(ROUND, ptx.replace("ex2.approx.ftz", "ex2.approx")),
+print(json.dumps(facts(mine) | {
+    "operations": re.findall(ROUND, mine.asm["ptx"].replace("ex2.approx.ftz", "ex2.approx")),
     "of_twin": re.findall(ROUND, plain["ptx"]), "laid": [re.findall(LAID, each["ttgir"]) for each in (plain, ruled)],
 }))
 """
@@ -88,13 +64,10 @@ def each_number(operations: list[str], groups: int) -> dict[str, int]:
 
 @pytest.mark.parametrize(("kind", "how"), [("i8", "fixed"), ("i8", "free"), ("fp8e4nv", "fixed")])
 def test_compiles_for_hopper_with_the_operations_of_its_twin(kind: str, how: str) -> None:
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILE, kind, how], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.strip().splitlines()[-1])
+    found = hopper.run(COMPILE, kind, how)
     sums = "s32.s8.s8" if kind == "i8" else "f32.e4m3.e4m3"
     assert found["products"] == [f"wgmma.mma_async.sync.aligned.m64n128k32.{sums}"] * 16
-    assert found["threads"] == "384", "two groups that multiply, and who brings"
+    assert found["threads"] == 384, "two groups that multiply, and who brings"
     assert found["waits"] == 3, "every part waits by itself for the launch before"
     assert found["spilled"] <= 32, "numbers go to memory for want of registers"
     assert not found["serialised"], "the tensor cores wait after every product"

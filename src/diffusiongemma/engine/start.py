@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from diffusiongemma.checkpoint.progress import shown
 from diffusiongemma.engine.engine import Engine
 from diffusiongemma.engine.events import Commit, End
 from diffusiongemma.engine.fast import FastRunner
@@ -52,16 +53,9 @@ def prepare(engine: Engine, progress: bool | None = None) -> list[str]:
 
 @contextmanager
 def _line(progress: bool | None) -> Iterator[Callable[[str], None]]:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    console = Console(stderr=True)
-    show = console.is_terminal if progress is None else progress
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=console.is_terminal, disable=not show) as bar:
+    with shown(progress, *columns) as bar:
         task = bar.add_task("compiling kernels", total=4)  # three passes, and the text itself
-
-        def tell(name: str) -> None:
-            bar.update(task, description=f"compiling and recording {name}", advance=1)
-
-        yield tell
+        yield lambda name: bar.update(task, description=f"compiling and recording {name}", advance=1)

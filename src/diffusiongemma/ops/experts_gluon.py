@@ -50,6 +50,7 @@ from diffusiongemma.ops.stream_gluon import (
     hear,
     mailbox,
     plan_part,
+    ring_barriers,
     round_part,
 )
 
@@ -176,12 +177,8 @@ def experts_kernel(x, x_scale, w_up, up_scale, w_down, down_scale, hidden, round
     flags = marks + 4
     ring = gl.allocate_shared_memory(w_up.dtype, [2 * STAGES, 64, BK], w_up.layout)
     xs = gl.allocate_shared_memory(w_up.dtype, [STAGES, T, BK], w_up.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready, free = ring_barriers(STAGES, 33, 1)  # filled by the warp that brings rows, and the thread that asks
     go = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for n in gl.static_range(STAGES):
-        mbarrier.init(ready.index(n), count=33)  # the warp that brings rows, and the thread that asks for weights
-        mbarrier.init(free.index(n), count=1)
     for n in gl.static_range(2):
         mbarrier.init(go.index(n), count=1)
     box, told, heard = mailbox(MOST, 4)

@@ -38,7 +38,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from diffusiongemma.ops.early_triton import multiprocessors, ready, run
 from diffusiongemma.ops.kernels import early, launch
 from diffusiongemma.ops.soft_triton import FP8_STEPS, FP8_TOP
-from diffusiongemma.ops.stream_gluon import barrier, bulk_copy, following, let_next, wait_before
+from diffusiongemma.ops.stream_gluon import barrier, bulk_copy, following, let_next, ring_barriers, wait_before
 from diffusiongemma.ops.vocab import Table
 
 ROWS = gl.constexpr(256)  # of a tile
@@ -183,11 +183,7 @@ def soft_product_kernel(p, w, part, rows, D: gl.constexpr, STEPS: gl.constexpr, 
     """
     ring = gl.allocate_shared_memory(w.dtype, [3 * STAGES, 64, BK], w.layout)
     ps = gl.allocate_shared_memory(p.dtype, [STAGES, ROWS, BK], p.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for k in gl.static_range(STAGES):
-        mbarrier.init(ready.index(k), count=1)
-        mbarrier.init(free.index(k), count=3)
+    ready, free = ring_barriers(STAGES, 1, 3)
     fence_async_shared()
     gl.warp_specialize([
         (_sums_part, (part, ring, ps, ready, free, rows, D, STEPS, PARTS, APART, STAGES, 0)),

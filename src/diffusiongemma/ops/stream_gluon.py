@@ -1,7 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, attr-defined"
 # ruff: noqa: RUF059  (a message has four numbers, and not every part needs them all)
 """What the parts of a kernel that streams experts have in common (`experts_gluon.py`): the order of the tiles, the
-mailboxes by which a part learns what comes next, and the rounding of rows between the two products.
+mailboxes by which a part learns what comes next, and the rounding of rows between the two products. What comes before
+the mailboxes, all kernels in Gluon share.
 
 A tile is 64 outputs of the first product with their gates, or 128 of the second, of one block of rows. Tiles are
 numbered: first those of the first product, block by block, then those of the second. A program takes the next number
@@ -59,6 +60,17 @@ def following(stage, phase, STAGES: gl.constexpr):
         stage = 0
         phase ^= 1
     return stage, phase
+
+
+@gluon.jit
+def ring_barriers(STAGES: gl.constexpr, FILL: gl.constexpr, USE: gl.constexpr):
+    """-> for each stage of a ring whether it is ready, when FILL have filled it, and free, when USE have used it"""
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(STAGES):
+        mbarrier.init(ready.index(n), count=FILL)
+        mbarrier.init(free.index(n), count=USE)
+    return ready, free
 
 
 # ---- mailboxes ---------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from diffusiongemma.ops import weigh_triton
 from diffusiongemma.ops.early_triton import multiprocessors
 from diffusiongemma.ops.kernels import early, launch
-from diffusiongemma.ops.stream_gluon import barrier, bulk_copy, following, let_next, wait_before
+from diffusiongemma.ops.stream_gluon import barrier, bulk_copy, following, let_next, ring_barriers, wait_before
 
 TILE = gl.constexpr(128)  # positions, tokens and numbers of D
 STAGES = gl.constexpr(4)  # 192 KB
@@ -200,11 +200,7 @@ def head_kernel(w, x, x_scale, w_scale, temperature, weights, peak, best, mass, 
     tokens = gl.allocate_shared_memory(w.dtype, [2 * STAGES, TILE, TILE], w.layout)
     positions = gl.allocate_shared_memory(x.dtype, [STAGES, TILE, TILE], x.layout)
     staged = gl.allocate_shared_memory(weights.dtype, [2, 64, TILE], weights.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for n in gl.static_range(STAGES):
-        mbarrier.init(ready.index(n), count=1)
-        mbarrier.init(free.index(n), count=2)
+    ready, free = ring_barriers(STAGES, 1, 2)
     fence_async_shared()
     stats = (peak, best, mass, tilt)
     ring = (tokens, positions, ready, free)

@@ -1,0 +1,76 @@
+"""What can be said of a kernel in Gluon without a card: it is compiled for Hopper, and the machine's code is read.
+
+Tests run in Triton's interpreter, which knows no Gluon, so `run` has another Python run a script, which compiles and
+prints `facts` last."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def run(script: str, *args: object) -> dict[str, Any]:
+    """-> the JSON that the script prints last; it may import from here"""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    command = [sys.executable, "-c", script, *map(str, args)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def compiled(source: Any, **options: Any) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def aligned(kinds: dict[str, str], *even: str) -> dict[tuple[int], list[list[Any]]]:
+    """That pointers, and these numbers, are multiples of 16; kinds: of all arguments, in order"""
+    which = (i for i, (name, kind) in enumerate(kinds.items()) if kind.startswith("*") or name in even)
+    return {(i,): [["tt.divisibility", 16]] for i in which}
+
+
+def facts(kernel: Any) -> dict[str, Any]:
+    """Of a compiled kernel"""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    ptx = kernel.asm["ptx"]
+    file = Path(tempfile.mkdtemp()) / "kernel.ptx"
+    file.write_text(ptx)
+    command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(file), "-o", str(file.with_suffix(".cubin"))]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spilled = re.search(r"(\d+) bytes spill stores", told)
+    assert spilled is not None
+    return {
+        "shared": kernel.metadata.shared,
+        "threads": int(ptx.partition(".reqntid ")[2].split()[0]),
+        "products": re.findall(r"wgmma\.mma_async\S+", ptx),
+        "waits": ptx.count("griddepcontrol.wait"),
+        "copies": ptx.count("cp.async.bulk.tensor"),
+        "told": ptx.count("mbarrier.arrive.shared"),
+        "spilled": int(spilled.group(1)),
+        "serialised": "serialized" in told,
+        "unguarded": _unguarded(ptx),
+    }
+
+
+def _unguarded(ptx: str) -> list[str]:
+    """Places where one thread tells, or copies, what its warps did, and they may not have done it yet"""
+    behind, found = False, []
+    for line in ptx.splitlines():
+        if re.search(r"\bbar(rier)?\.(warp\.)?sync", line):
+            behind = False
+        elif re.search(r"wgmma\.wait_group|(ld|st)\.shared|st\.global|stmatrix", line):
+            behind = True
+        elif behind and re.search(r"mbarrier\.arrive\.shared|atom\.\S*acq_rel|tensor\S*global\.shared", line):
+            found.append(line.strip())
+    return found
