@@ -1,5 +1,5 @@
 """Texts of several blocks on small networks: commits launched behind the last step, alone or with the next canvas's
-first, and caches that are only filled."""
+first, prompts and blocks of users who come one after another, and caches that are only filled."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from runner_small import LIMITS, SMALL, run_all, small_network, tell_differences
 from runner_stage import TINY, check
 
 from diffusiongemma.engine import Request, SamplingParams
+from diffusiongemma.engine import lane as lane_module
 from diffusiongemma.engine.fast import FastRunner
 from diffusiongemma.model import DiffusionGemma
 from diffusiongemma.model.backend import triton_ops
@@ -29,6 +30,7 @@ def blocks(kind: str | None) -> None:
     _ahead(f"{name}, 1 user, a narrow window", narrow, 1)
     for users in () if TINY else (1, 4):
         _ahead(f"{name}, {users} users", model, users)
+    _one_after_another(name, model)
     _remembered(name, model)
 
 
@@ -51,8 +53,30 @@ def _ahead(name: str, model: DiffusionGemma, users: int) -> None:
             tell_differences(got, want)
 
 
+def _one_after_another(name: str, model: DiffusionGemma) -> None:
+    """A new user every second tick: who steps takes along what others have to encode"""
+    asked, found = _requests(2 if TINY else 4), []
+    for ahead in (True, False):
+        runner = Spy(model, triton_ops(exact=True), replace(LIMITS, chunk=64 if TINY else None), ahead=ahead)
+        lane_module.OFTEN, often = 0, lane_module.OFTEN
+        try:
+            found.append(run_all(model, runner, asked, every=2))
+        finally:
+            lane_module.OFTEN = often
+        if ahead:
+            check(f"{name}, one after another: steps with tokens of others", runner.mixed > 0, str(runner.mixed))
+    check(f"{name}, one after another: as by a runner that waits", found[0] == found[1])
+    if found[0] != found[1]:
+        tell_differences(found[0], found[1])
+
+
 class Spy(FastRunner):
     ahead_of = turned = 0  # blocks
+    mixed = 0  # passes
+
+    def _depart(self, lane):  # type: ignore[no-untyped-def]
+        super()._depart(lane)
+        self.mixed += sum(kind.before is not None and kind.before.rows < kind.rows for kind in lane._steps)
 
     def _commit_ahead(self, *args):  # type: ignore[no-untyped-def]
         found = super()._commit_ahead(*args)

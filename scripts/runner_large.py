@@ -129,7 +129,7 @@ class Large:
 
         def after() -> None:
             network.overlap, overlap = (), network.overlap
-            other = Lane(network, runner.recorder, 1, width)
+            other = Lane(runner.slate, 1, width)
             seat(other, rows[:1])
             step(1, "1 user, MLP after the experts", other)
             network.overlap = overlap

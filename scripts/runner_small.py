@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from runner_stage import BF16, DEVICE, TINY, check, kind_of, say, seat
 
 from diffusiongemma.config import ModelConfig
 from diffusiongemma.diffusion import Constraint, Forbidden, Pins
-from diffusiongemma.engine import Commit, Draft, End, Engine, Limits, Request, SamplingParams
+from diffusiongemma.engine import Commit, Draft, End, Engine, Event, Limits, Request, SamplingParams
 from diffusiongemma.engine.fast import FastRunner
 from diffusiongemma.engine.lane import Lane
 from diffusiongemma.engine.runner import Runner
@@ -54,22 +54,33 @@ def requests() -> list[Request]:
     return asked
 
 
-def run_all(model: DiffusionGemma, runner: Runner, asked: Sequence[Request]) -> list[list[list[object]]]:
-    """Every draft and block of each request"""
+def run_all(
+    model: DiffusionGemma, runner: Runner, asked: Sequence[Request], every: int = 0
+) -> list[list[list[object]]]:
+    """Every draft and block of each request; `every`: they come one by one, so many ticks apart"""
     with Engine(model, byte_tokenizer(), limits=LIMITS, runner=runner) as engine:
+        if every:
+            prepared = [engine._prepare(request, None) for request in asked]
+            coming, scheduler = [sequence for sequence, _ in prepared], engine.scheduler
+            while coming or scheduler.busy:
+                if coming and scheduler.ticks % every == 0:
+                    scheduler.add(coming.pop(0))
+                scheduler.tick()
+            return [_heard(handle) for _, handle in prepared]
         handles = [engine.submit(request) for request in asked]
-        found = []
-        for handle in handles:
-            told: list[list[object]] = []
-            for event in handle:
-                if isinstance(event, Draft):
-                    told.append([event.tokens, event.accepted, event.entropy])
-                elif isinstance(event, Commit):
-                    told.append([event.tokens])
-                elif isinstance(event, End) and event.error:
-                    raise RuntimeError(event.error)
-            found.append(told)
-    return found
+        return [_heard(handle) for handle in handles]
+
+
+def _heard(handle: Iterable[Event]) -> list[list[object]]:
+    told: list[list[object]] = []
+    for event in handle:
+        if isinstance(event, Draft):
+            told.append([event.tokens, event.accepted, event.entropy])
+        elif isinstance(event, Commit):
+            told.append([event.tokens])
+        elif isinstance(event, End) and event.error:
+            raise RuntimeError(event.error)
+    return told
 
 
 def agreement(a: list[list[list[object]]], b: list[list[list[object]]]) -> str:
@@ -144,7 +155,7 @@ def bits(name: str, model: DiffusionGemma) -> None:
     }
     count = 1 if TINY else 3  # the interpreter takes half a minute for each
     for warm in (True,) if TINY else (True, False):
-        lane = Lane(runner.network, runner.recorder, 4, width, warm, ruled=True)
+        lane = Lane(runner.slate, 4, width, warm, ruled=True)
         alone = step_bits(lane, rows[:1], {}, count)
         for company, (others, rules) in companies.items():
             steps = enumerate(zip(alone, step_bits(lane, others, rules, count), strict=True))

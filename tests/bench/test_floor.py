@@ -103,7 +103,7 @@ def test_a_request_is_its_passes() -> None:
     model = DiffusionGemma(ModelConfig.preset("tiny"))
     whole = request_seconds(model, H200, 2, 64, 64, 3, 32, chunk=64)
     hit = expected_hit(model, 64)
-    parts = 2 * encode_work(model, 1, 0, 64, hit).seconds(H200)
+    parts = encode_work(model, 1, 0, 64, hit).seconds(H200)  # that of the other user goes with the first step
     steps = [step_work(model, 2, at, 32, hit) for at in (64, 96)]
     parts += 3 * sum(step.seconds(H200) for step in steps)
     assert whole == pytest.approx(parts), "the second block's first step reads what the first one's commit needs"
@@ -112,6 +112,9 @@ def test_a_request_is_its_passes() -> None:
     parts += encode_work(model, 2, 64, 32, hit).seconds(slow)
     assert request_seconds(model, slow, 2, 64, 64, 3, 32, chunk=64) == pytest.approx(parts)
     short = prompt_seconds(model, H200, 4, 16, chunk=64)  # four share a pass
+    assert request_seconds(model, H200, 4, 16, 32, 3, 32, 64) == pytest.approx(
+        3 * step_work(model, 4, 16, 32, expected_hit(model, 128)).seconds(H200), rel=1e-3
+    ), "one pass of all prompts, whose weights the first step reads"
     assert short == pytest.approx(encode_work(model, 4, 0, 16, hit).seconds(H200))
     cut = prompt_seconds(model, H200, 4, 48, chunk=32, room=64)  # two share a pass of 32 tokens each, then one of 16
     assert cut == pytest.approx(

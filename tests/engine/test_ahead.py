@@ -1,10 +1,10 @@
-"""A block is committed before the host has read it, in a pass of its own or in one with the first step of the canvas
-behind it (a turn): the same events and figures, and nothing is left of one that should not have been."""
+"""What is encoded goes with a step (a turn), or has a pass of its own: prompts, and blocks, which are committed before
+the host has read them. The same events and figures, and nothing is left of what should not have been."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,9 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diffusiongemma.engine import End, Engine, Event, Limits, Request, SamplingParams, fast
+from diffusiongemma.engine import lane as lane_module
 from diffusiongemma.engine.fast import FastRunner
 from diffusiongemma.engine.graphs import uncollected
 from diffusiongemma.engine.lane import Lane
+from diffusiongemma.engine.slate import Parcel
 from diffusiongemma.model import CacheRow, DiffusionGemma
 from diffusiongemma.model.backend import torch_ops
 from diffusiongemma.text.bytes import byte_tokenizer
@@ -68,8 +70,13 @@ def watched(engine: Engine) -> Iterator[list[str]]:
 
         spy(runner.slate, "_pass", "encode")
         spy(Lane, "land", "read")
-        spy(Lane, "launch", "step")
-        spy(Lane, "turn", "turn")
+        launch = Lane.launch
+
+        def launched(lane: Lane, parcel: Parcel | None = None) -> None:
+            found.append("step" if parcel is None else "turn")
+            launch(lane, parcel)
+
+        patch.setattr(Lane, "launch", launched)
         spy(runner.pool.new_row(1).__class__, "truncate", "forget")
         yield found
 
@@ -81,17 +88,17 @@ def test_a_block_is_committed_before_it_is_read() -> None:
             all_at_once(engine, [asks(seed, 32, ends=False) for seed in (1, 2, 3)])
         orders.append(found)
     first = ["step", "step", "read", "step", "read"]
-    assert orders[0] == ["encode", *first, "turn", "read", *first[1:], "read"]
+    assert orders[0] == ["turn", *first[1:], "turn", "read", *first[1:], "read"]
     assert orders[1] == ["encode", *first, "encode", "read", *first, "read"]
 
 
 @pytest.mark.parametrize(
     ("options", "turns", "commits"),
     [
-        ({"stop": ("no such text",)}, 1, 0),  # the text has been read when its turn comes
-        ({"redo": 1}, 1, 1),  # when it has been done again, and will not be once more
-        ({"count": 16}, 0, 0),  # no block follows
-        ({"count": 128}, 7, 4),  # from the fifth block on the row forgets its beginning, which must be put aside
+        ({"stop": ("no such text",)}, 2, 0),  # the text has been read when its turn comes
+        ({"redo": 1}, 2, 1),  # when it has been done again, and will not be once more
+        ({"count": 16}, 1, 0),  # no block follows, but there is a prompt
+        ({"count": 128}, 8, 4),  # from the fifth block on the row forgets its beginning, which must be put aside
     ],
 )
 def test_ahead_only_where_tokens_alone_decide(options: dict[str, Any], turns: int, commits: int) -> None:
@@ -111,7 +118,7 @@ def test_a_canvas_of_another_lane_takes_its_first_step_by_itself() -> None:
     with make_engine(ahead=True) as engine, watched(engine) as found:
         told_ahead = all_at_once(engine, [asked])
     first = ["step", "step", "read", "step", "read"]
-    assert found == ["encode", *first, "encode", "read", *first, "encode", "read", *first, "read"]
+    assert found == ["turn", *first[1:], "encode", "read", *first, "encode", "read", *first, "read"]
     with make_engine(ahead=False) as engine:
         assert all_at_once(engine, [asked]) == told_ahead
 
@@ -150,8 +157,8 @@ def test_without_memory_to_put_anything_aside_the_host_is_waited_for(monkeypatch
     monkeypatch.setattr(CacheRow, "put_aside", fail)
     with make_engine(ahead=True) as engine, watched(engine) as found:
         assert all_at_once(engine, asked) == want
-    assert found.count("turn") == 4, "with the first step all the same"
-    first = ["encode", "step", "step", "read", "step", "read", "read", "turn"]
+    assert found.count("turn") == 5, "with the first step all the same"
+    first = ["turn", "step", "read", "step", "read", "read", "turn"]
     assert found[: len(first)] == first
 
 
@@ -161,9 +168,9 @@ def test_recording_a_turn_leaves_no_trace() -> None:
     with make_engine(ahead=True) as engine, make_engine(ahead=False) as other:
         runner = engine.scheduler.runner
         assert isinstance(runner, FastRunner)
-        runner.recorder = RunningRecorder(runner.device)
+        runner.slate.recorder = RunningRecorder(runner.device)
         assert all_at_once(engine, asked) == all_at_once(other, asked)
-        assert runner.recorder.recorded == 2  # a step, and one with a commit
+        assert runner.slate.recorder.recorded == 3  # a step, one with the prompt, and one with a commit
 
 
 def test_nothing_is_collected_while_a_graph_is_recorded() -> None:
@@ -283,22 +290,113 @@ def test_a_commit_that_fails_keeps_no_finished_block_back(turns: bool) -> None:
     assert found[0][-1][1] == "error"
 
 
+def recording(runner: FastRunner, fails: Callable[[str], bool], error: Exception) -> None:
+    record = runner.slate.recorder.record
+
+    def careful(name: str, *rest: Any) -> Any:
+        if fails(name):
+            raise error
+        return record(name, *rest)
+
+    runner.slate.recorder.record = careful  # type: ignore[method-assign]
+
+
 def test_a_recording_that_fails_leaves_other_turns_as_they_were() -> None:
     """A turn of one user is recorded, that of two cannot be: the next user's blocks are committed all the same."""
     one, two = asks(1, ends=False), [asks(seed, ends=False) for seed in (2, 3)]
     with make_engine(ahead=True) as engine, make_engine(ahead=False) as other:
         runner = engine.scheduler.runner
         assert isinstance(runner, FastRunner)
-        record = runner.recorder.record
-
-        def fail(name: str, *rest: Any) -> Any:
-            if "a step of 2" in name and "commit" in name:
-                raise RuntimeError("no memory")
-            return record(name, *rest)
-
-        runner.recorder.record = fail  # type: ignore[method-assign]
+        recording(runner, lambda name: "a step of 2" in name and "remembering" in name, RuntimeError("broken"))
         all_at_once(engine, [asks(4, ends=False)])
-        with pytest.raises(RuntimeError, match="no memory"):
+        with pytest.raises(RuntimeError, match="broken"):
             all_at_once(engine, two)
-        engine.scheduler.abort("no memory")  # as the engine's thread does
+        engine.scheduler.abort("broken")  # as the engine's thread does
         assert all_at_once(engine, [one]) == all_at_once(other, [one])
+
+
+@pytest.mark.parametrize("users", [1, 2])
+def test_without_memory_to_record_a_turn_there_are_two_passes(users: int, caplog: pytest.LogCaptureFixture) -> None:
+    asked = [asks(seed, ends=False) for seed in range(users)]
+    with make_engine(ahead=True) as engine, make_engine(ahead=False) as other, watched(engine) as found:
+        runner = engine.scheduler.runner
+        assert isinstance(runner, FastRunner)
+        fails = list[str]()
+        recording(runner, lambda name: "and remembering" in name and not fails.append(name), torch.OutOfMemoryError())
+        assert all_at_once(engine, asked) == all_at_once(other, asked)
+    assert found.count("turn") == 0
+    assert len(fails) == 2, "once for prompts, once for blocks: it is not tried again"
+    assert [record.message for record in caplog.records if "no memory to record" in record.message] == [
+        f"two passes instead of one: no memory to record {name}" for name in fails
+    ]
+
+
+def one_by_one(engine: Engine, asked: list[Request], every: int) -> list[list[tuple[object, ...]]]:
+    """A new one every few ticks: their blocks end at different times."""
+    prepared = [engine._prepare(request, None) for request in asked]
+    coming = [sequence for sequence, _ in prepared]
+    while coming or engine.scheduler.busy:
+        if coming and engine.scheduler.ticks % every == 0:
+            engine.scheduler.add(coming.pop(0))
+        engine.scheduler.tick()
+    return [told(handle) for _, handle in prepared]
+
+
+def test_who_steps_takes_along_what_others_have_to_encode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts and blocks of users who come one after another: as soon as such a pass has been wanted often enough."""
+    asked = [asks(seed, 64, ends=False, steps=5) for seed in range(6)]
+    counted = []
+    for often in (0, 1, 1000):
+        monkeypatch.setattr(lane_module, "OFTEN", often)
+        with make_engine(ahead=True) as engine, make_engine(ahead=False) as other, watched(engine) as found:
+            assert one_by_one(engine, asked, 3) == one_by_one(other, asked, 3)
+        counted.append((found.count("turn"), found.count("encode")))
+    (always, _), (sometimes, _), (seldom, _) = counted
+    assert counted[0][1] == 0
+    assert always > sometimes > seldom > 0  # the first prompt finds nobody, the last block nobody else
+    assert all(turns + passes <= 6 * 4 for turns, passes in counted), "prompts and three blocks of each"
+
+
+@given(
+    st.lists(st.integers(0, 999), min_size=2, max_size=5, unique=True),
+    st.integers(1, 6),
+    st.sampled_from([0, 2]),
+    st.sampled_from([None, 64]),
+    st.lists(
+        st.sampled_from(
+            [{}, {"steps": 1}, {"early_stop": True}, {"canvas": "adaptive"}, {"canvas": 8}, {"redo": 1},
+             {"logprobs": 0}, {"stop": ("no such text",)}, {"prompt": 70}, {"prompt": 75, "count": 80}]
+        ),
+        min_size=5, max_size=5,
+    ),
+)  # fmt: skip
+@settings(max_examples=25, deadline=None)
+def test_the_same_is_told_to_who_comes_at_any_time(
+    seeds: list[int], every: int, often: int, chunk: int | None, options: list[dict[str, Any]]
+) -> None:
+    asked = [asks(seed, **given) for seed, given in zip(seeds, options, strict=False)]
+    found = []
+    for ahead in (True, False):
+        with pytest.MonkeyPatch.context() as patch, make_engine(ahead, chunk) as engine:
+            patch.setattr(lane_module, "OFTEN", often)
+            engine.scheduler.runner.patience = 2  # as on a card
+            found.append(one_by_one(engine, asked, every))
+            assert engine.scheduler.reserved == 0
+    assert found[0] == found[1]
+
+
+def test_a_prompt_that_others_wait_for_does_not_wait_for_a_step() -> None:
+    """Who wants the row as it is behind its prompt: followers of a group, and a later turn of a chat."""
+    group = [asks(seed, ends=False) for seed in (1, 2)]
+    group = [replace(request, prompt=group[0].prompt) for request in group]
+    with make_engine(ahead=True) as engine, watched(engine) as found:
+        handles = engine.submit_group(group)
+        for handle in handles:
+            list(handle)
+    assert found[0] == "encode"
+    with make_engine(ahead=True) as engine, watched(engine) as found:
+        all_at_once(engine, [replace(group[0], stable=len(group[0].prompt))])
+    assert found[0] == "encode"
+    with make_engine(ahead=True) as engine, watched(engine) as found:
+        all_at_once(engine, [replace(group[0], stable=2)])
+    assert found[:2] == ["encode", "turn"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -13,10 +13,12 @@ from torch import Tensor
 from diffusiongemma.engine import End, Engine, Limits, Request, SamplingParams
 from diffusiongemma.engine import fast as fast_module
 from diffusiongemma.engine import runner as runner_module
+from diffusiongemma.engine import slate as slate_module
 from diffusiongemma.engine.fast import FastRunner, choose_runner
 from diffusiongemma.engine.graphs import Recorder, Work
 from diffusiongemma.engine.lane import STRANGE
 from diffusiongemma.engine.runner import Runner, default_chunk
+from diffusiongemma.engine.slate import Parcel
 from diffusiongemma.errors import DeviceError
 from diffusiongemma.model import CacheRow
 from diffusiongemma.model.backend import torch_ops
@@ -102,8 +104,8 @@ def count_launches(engine: Engine) -> list[int]:
     assert isinstance(runner, FastRunner)
     lane = runner.lane(16)
     launched: list[int] = []
-    launch = lane._launch
-    lane._launch = lambda kind: (launched.append(kind.rows), launch(kind))[1]  # type: ignore[method-assign]
+    launch = lane.launch
+    lane.launch = lambda *given: (launched.append(len(lane.passengers)), launch(*given))[1]  # type: ignore[method-assign]
     return launched
 
 
@@ -204,9 +206,9 @@ def passes_of(runner: Runner) -> Passes:
     assert isinstance(runner, FastRunner)
     counts, run = Passes(), runner.slate._pass
 
-    def spy(tokens: Tensor, rows: Sequence[CacheRow], n: Sequence[int], hidden: bool) -> None:
-        counts.append(list(n))
-        run(tokens, rows, n, hidden=hidden)
+    def spy(parcel: Parcel, hidden: bool) -> None:
+        counts.append(list(parcel.counts))
+        run(parcel, hidden)
 
     runner.slate._pass = spy  # type: ignore[method-assign]
     return counts
@@ -257,7 +259,8 @@ def test_who_is_under_way_waits_for_no_more_than_a_chunk(monkeypatch: pytest.Mon
         assert sum(map(sum, passes)) == 8 * (20 + 16)
 
 
-def test_a_prompt_is_cut_by_the_chunk_however_much_room_there_is() -> None:
+def test_a_prompt_is_cut_by_the_chunk_however_much_room_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast_module, "TURN", 0)
     with fast_engine(Limits(max_rows=8, max_bytes=SMALL)) as engine:
         runner = engine.scheduler.runner
         runner.chunk, runner.room = 8, 160
@@ -271,16 +274,22 @@ def test_a_pass_is_recorded_for_what_a_row_has_at_most() -> None:
     with fast_engine(Limits(max_rows=8, max_bytes=SMALL, chunk=2048)) as engine:
         runner = engine.scheduler.runner
         assert isinstance(runner, FastRunner)
-        slate = runner.slate
-        assert slate.kind(8, [256] * 8, 768, True) == (8, 2048, 256, 2048, True)
-        assert slate.kind(8, [512] * 4, 512, True) == (8, 2048, 1024, 2048, True)
-        assert slate.kind(8, [1500, 20, 256], 1500, False) == (8, 2048, 2048, 2048, False)
-        assert slate.kind(8, [20, 16], 20, True) == (8, 64, 64, 2048, True)
-        assert slate.kind(1, [256], 768, True) == (1, 256, 256, 2048, True)
-        assert slate.kind(1, [600], 600, True) == (1, 1024, 1024, 2048, True)
+
+        def kind(counts: list[int], length: int, hidden: bool = True) -> slate_module.Kind:
+            rows = [CacheRow(CONFIG, length + count, torch.float32) for count in counts]
+            for row in rows:
+                row.length = length
+            return runner.slate.kind(Parcel(torch.zeros(sum(counts)), rows, counts), hidden)
+
+        assert kind([256] * 8, 512) == (8, 2048, 256, 2048, True)
+        assert kind([512] * 4, 0) == (8, 2048, 1024, 2048, True)
+        assert kind([1500, 20, 256], 0, hidden=False) == (8, 2048, 2048, 2048, False)
+        assert kind([20, 16], 0) == (8, 64, 64, 2048, True)
+        assert kind([256], 512) == (1, 256, 256, 2048, True)
+        assert kind([600], 2000) == (1, 1024, 1024, 8192, True)
         what = "2048 tokens, a row 256 at most, up to 2048"
-        assert str(slate.kind(8, [256] * 8, 768, True)) == f"encoding {what}"
-        assert str(slate.kind(8, [256] * 8, 768, False)) == f"remembering {what}"
+        assert str(kind([256] * 8, 512)) == f"encoding {what}"
+        assert str(kind([256] * 8, 512, hidden=False)) == f"remembering {what}"
 
 
 def test_few_reaches_are_recorded_and_none_is_far_too_long() -> None:
@@ -309,11 +318,11 @@ def test_a_width_that_may_never_come_again_is_recorded_late(width: int, steps: i
 
     model, limits = make_model(), Limits(max_bytes=SMALL)
     runner = FastRunner(model, torch_ops(), limits)
-    runner.recorder = Counting(model.device)
+    runner.slate.recorder = Counting(model.device)
     with Engine(model, byte_tokenizer(), limits=limits, runner=runner) as engine:
         params = SamplingParams.build(max_new_tokens=width, canvas=width, steps=steps, early_stop=False, seed=1)
         assert len(list(engine.submit(Request((5, 6, 7), params)))) >= steps
-    assert len([name for name in names if name.startswith("a step")]) == recorded
+    assert len([name for name in names if name.startswith("a step") and "remembering" not in name]) == recorded
 
 
 def test_a_lane_is_kept_while_its_canvases_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,10 +17,10 @@ def test_a_text_of_two_blocks_finds_everything_recorded() -> None:
         recorder = engine.scheduler.runner.recorder if isinstance(engine.scheduler.runner, FastRunner) else None
         assert recorder is not None
         names = prepare(engine)
-        assert [name.partition(" over")[0].partition(" tokens")[0] for name in names] == [
-            "remembering 64", "a step of 1", "a step of 1",
-        ]  # fmt: skip
-        assert names[2].endswith("with the commit before it")
+        step = "a step of 1 over 2048 tokens"
+        prompt, block = ("64 tokens, a row 64", f"{CONFIG.canvas_length} tokens, a row {CONFIG.canvas_length}")
+        with_both = [f"{step}, and remembering {what} at most, up to 2048" for what in (prompt, block)]
+        assert names == [with_both[0], step, with_both[1]]
         assert recorder.listener is None
         assert prepare(engine) == []
         assert not len(engine.scheduler.prefixes)

@@ -95,12 +95,18 @@ def prompt_seconds(
     model: DiffusionGemma, card: Card, users: int, prefix: int, chunk: int, room: int | None = None
 ) -> float:
     """Prompts of all users: they share passes of at most `room` tokens (None: `chunk`), and `chunk` cuts long ones."""
+    return sum(count * work.seconds(card) for count, work in _prompt_passes(model, users, prefix, chunk, room))
+
+
+def _prompt_passes(
+    model: DiffusionGemma, users: int, prefix: int, chunk: int, room: int | None
+) -> list[tuple[float, Work]]:
+    """… and how many of each there are"""
     longest = min(prefix, chunk)
     each = min(users, max(1, (room or chunk) // longest))
-    hit, total = expected_hit(model, each * longest), 0.0
-    for at in range(0, prefix, chunk):
-        total += users / each * encode_work(model, each, at, min(chunk, prefix - at), hit).seconds(card)
-    return total
+    hit = expected_hit(model, each * longest)
+    starts = range(0, prefix, chunk)
+    return [(users / each, encode_work(model, each, at, min(chunk, prefix - at), hit)) for at in starts]
 
 
 def request_seconds(
@@ -114,16 +120,25 @@ def request_seconds(
     chunk: int,
     room: int | None = None,
 ) -> float:
-    """Prompts, the steps of every block of all users together, a commit of every block but the last, whose weights the
-    first step of the next reads, too."""
-    total, hit = prompt_seconds(model, card, users, prefix, chunk, room), expected_hit(model, users * width)
+    """Prompts, the steps of every block of all users together, a commit of every block but the last. What is encoded
+    last before a block goes with its first step, which reads the same weights."""
+    hit, total = expected_hit(model, users * width), 0.0
+    *passes, before = _prompt_passes(model, users, prefix, chunk, room)
+    for count, work in passes:
+        total += count * work.seconds(card)
+    count, encoded = before
+    total += (count - 1) * encoded.seconds(card)
     for at in range(prefix, prefix + tokens, width):
         step = step_work(model, users, at, width, hit)
-        total += steps * step.seconds(card)
         if at > prefix:
-            commit = encode_work(model, users, at - width, width, hit)
-            total += Work(step.bits, step.bytes, step.flops + commit.flops).seconds(card) - step.seconds(card)
+            encoded = encode_work(model, users, at - width, width, hit)
+        total += (steps - 1) * step.seconds(card) + _with_step(step, encoded).seconds(card)
     return total
+
+
+def _with_step(step: Work, encoded: Work) -> Work:
+    """One pass of both. (Experts that only one of them reaches are too few to matter.)"""
+    return Work(step.bits, step.bytes | encoded.bytes, step.flops + encoded.flops)
 
 
 def expected_hit(model: DiffusionGemma, tokens: int) -> float:

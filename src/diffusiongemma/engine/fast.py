@@ -19,10 +19,10 @@ from diffusiongemma.engine.draw import DrawLane, drawable
 from diffusiongemma.engine.graphs import Recorder
 from diffusiongemma.engine.lane import Lane, is_ruled, is_warm
 from diffusiongemma.engine.params import WIDTHS
-from diffusiongemma.engine.runner import FULL, Runner, default_chunk, default_room
+from diffusiongemma.engine.runner import FULL, Runner, default_chunk, default_room, packed
 from diffusiongemma.engine.scheduler import Limits
 from diffusiongemma.engine.sequence import Block, Sequence
-from diffusiongemma.engine.slate import Slate
+from diffusiongemma.engine.slate import Parcel, Slate
 from diffusiongemma.errors import DeviceError
 from diffusiongemma.model import CacheRow, DiffusionGemma
 from diffusiongemma.model.backend import Ops, triton_ops
@@ -31,8 +31,10 @@ from diffusiongemma.model.pool import CachePool
 from diffusiongemma.model.support import prepare, unsupported
 
 log = logging.getLogger(__name__)
-TURN = 4096  # tokens of a commit and a step: up to so many, one pass is quicker than two, which read the same experts
+# Encoded tokens and those of a step: of so many at most, one pass is quicker than two, which read the same experts.
+TURN = 4096
 MOST_LANES = 8  # of widths that may never come again: whose boards are kept
+Work = tuple[Sequence, list[int]]  # tokens that are to be encoded
 Place = tuple[int, bool, bool]  # a lane: the width of its canvases, whether they are warm, and ruled (`Lane`)
 
 
@@ -72,7 +74,7 @@ class FastRunner(Runner):
         self.drawing = DrawLane(self.network, self.recorder, limits.max_rows)
         self._usual = {*WIDTHS, model.config.canvas_length}
         self._lanes: dict[Place, Lane] = {}  # the last used comes last
-        self._blocks = list[tuple[Sequence, list[int]]]()  # finished, and not in the cache yet
+        self._waiting = list[Work]()  # for the next step: they are encoded in the same pass
 
     def new_row(self, max_length: int) -> CacheRow:
         return self.pool.new_row(max_length)
@@ -80,7 +82,7 @@ class FastRunner(Runner):
     def lane(self, width: int, warm: bool = True, ruled: bool = False) -> Lane:
         place = (width, warm, ruled)
         if place not in self._lanes:
-            self._lanes[place] = Lane(self.network, self.recorder, self.max_rows, *place, width in self._usual)
+            self._lanes[place] = Lane(self.slate, self.max_rows, *place, width in self._usual)
         self._lanes[place] = self._lanes.pop(place)
         return self._lanes[place]
 
@@ -102,23 +104,21 @@ class FastRunner(Runner):
         rest = [(sequence, tokens) for sequence, tokens in work if not drawable(sequence)]
         if self._launch(self.drawing, drawing):
             self._land([self.drawing])
-        if self._blocks_alone(work):
-            assert not any(sequence.phase == "denoise" for sequence, _ in self._blocks), "blocks that nobody committed"
-            self._blocks = rest  # until it is known who steps: `_commit_waiting`
-            for sequence, _ in rest:
-                sequence.metrics.encoder_forwards += 1
-                sequence.encoded()
-        elif rest:
-            super().encode(rest)
+        later = [(sequence, tokens) for sequence, tokens in rest if self.ahead and _can_wait(sequence, len(tokens))]
+        if not self._few([*self._waiting, *later], len(self._waiting) + len(later)):
+            later = []
+        waits = {id(sequence) for sequence, _ in later}
+        if now := [(sequence, tokens) for sequence, tokens in rest if id(sequence) not in waits]:
+            super().encode(now)
+        self._waiting += later
+        for sequence, _ in later:
+            sequence.metrics.encoder_forwards += 1
+            sequence.encoded()
 
-    def _blocks_alone(self, work: Seq[tuple[Sequence, list[int]]]) -> bool:
-        """Are these a few finished blocks, and nothing else?"""
-        blocks = [s for s, tokens in work if s.reply and s.params.mode == "diffusion" and s.to_encode == len(tokens)]
-        return self.ahead and len(blocks) == len(work) and self._few(sum(len(tokens) for _, tokens in work))
-
-    def _few(self, tokens: int) -> bool:
-        """Can blocks of so many tokens go with a step of as many?"""
-        return 2 * tokens <= min(TURN, self.room)
+    def _few(self, work: Seq[Work], canvases: int, width: int | None = None) -> bool:
+        """Is one pass of these tokens and a step of so many canvases quicker than two, and is there memory for it?"""
+        stepping = canvases * (width or self.model.config.canvas_length)
+        return stepping + sum(len(tokens) for _, tokens in work) <= min(TURN, self.room)
 
     @torch.inference_mode()
     def denoise(self, sequences: Seq[Sequence]) -> None:
@@ -128,7 +128,6 @@ class FastRunner(Runner):
                 plain.append(sequence)
             else:
                 seated.setdefault(place, []).append(sequence)
-        self._commit_waiting(seated, sequences)
         lanes = list[Lane]()
         for place in {**dict.fromkeys(self._flying()), **seated}:
             if self._launch(lane := self.lane(*place), seated.get(place, [])):
@@ -140,26 +139,28 @@ class FastRunner(Runner):
         self._settle(ahead)
         self._drop_lanes()
         if plain:
+            if parcel := self._parcel(self._still_waiting()):
+                self.slate.remember(*parcel)
             super().denoise(plain)
 
-    def _commit_waiting(self, seated: dict[Place, list[Sequence]], sequences: Seq[Sequence]) -> None:
-        """Blocks that `encode` left: with the first step of the canvases behind them, if those are all who step"""
-        waiting, self._blocks = self._blocks, []
-        tokens = {id(sequence): tokens for sequence, tokens in waiting if sequence.phase == "denoise"}
-        behind = [sequence for sequence in sequences if id(sequence) in tokens]
-        if not behind:
-            return
-        if list(seated.values()) == [behind] and len(behind) == len(sequences):
-            lane = self.lane(*next(iter(seated)))
-            if lane.flights and not lane.expected():
-                lane.discard()
-            if not lane.flights and all(len(tokens[id(s)]) == lane.width for s in behind):
-                lane.seat(behind)
-                lane.turn(torch.tensor([tokens[id(s)] for s in lane.passengers]))
-                return
-        counts = [len(tokens[id(s)]) for s in behind]
-        packed = torch.tensor([token for s in behind for token in tokens[id(s)]])
-        self._remember(packed, [s.row for s in behind if s.row is not None], counts)
+    def _still_waiting(self) -> list[Work]:
+        """What `encode` left for a step, and is wanted still; it waits no longer"""
+        waiting, self._waiting = self._waiting, []
+        return [(sequence, tokens) for sequence, tokens in waiting if sequence.phase == "denoise"]
+
+    @staticmethod
+    def _parcel(work: Seq[Work]) -> Parcel | None:
+        rows = [sequence.row for sequence, _ in work if sequence.row is not None]
+        return Parcel(packed(work), rows, [len(tokens) for _, tokens in work]) if rows else None
+
+    def _depart(self, lane: Lane) -> None:
+        """A step of all who are seated, in one pass with what waits to be encoded, if that pays"""
+        waiting = self._still_waiting()
+        parcel = self._parcel(waiting)
+        if parcel and not (self._few(waiting, len(lane.passengers), lane.width) and lane.takes(parcel)):
+            self.slate.remember(*parcel)
+            parcel = None
+        lane.launch(parcel)
 
     def _flying(self) -> list[Place]:
         return [place for place, lane in self._lanes.items() if lane.flights]
@@ -175,7 +176,10 @@ class FastRunner(Runner):
             if not sequences:
                 return False
             lane.seat(sequences)
-            lane.launch()
+            if isinstance(lane, Lane):
+                self._depart(lane)
+            else:
+                lane.launch()
         unchanged = {id(s) for s in lane.passengers} == {id(s) for s in sequences}
         if self.ahead and unchanged and lane.certain_to_go_on():
             lane.launch()
@@ -198,7 +202,7 @@ class FastRunner(Runner):
         rows = [sequence.row for sequence in ending if sequence.row is not None]
         if not rows or len(rows) != waiting or len(rows) * lanes[0].width > self.room:
             return []
-        lane, few = lanes[0], self._few(len(rows) * lanes[0].width)
+        lane, few = lanes[0], 2 * len(rows) * lanes[0].width <= min(TURN, self.room)
         outgrown = [row for row in rows if row.length + lane.width > row.ring]
         if outgrown and not few:
             return []  # a row must be able to forget its block again, and it is much that would have to be put aside
@@ -206,10 +210,16 @@ class FastRunner(Runner):
             return []
         before = [row.length for row in rows]
         following = [sequence.foresee() for sequence in ending] if few else []
+        parcel = Parcel(lane.board.previous[: len(rows)].flatten(), rows, [lane.width] * len(rows))
         if few and all(map(lane.fits, following)):
-            lane.turn(lane.succeed(following))
+            blocks = parcel._replace(tokens=lane.succeed(following).flatten())
+            if lane.takes(blocks):
+                lane.launch(blocks)
+            else:
+                self.slate.remember(*blocks)
+                lane.launch()
         else:
-            self.slate.remember(lane.board.previous[: len(rows)].flatten(), rows, [lane.width] * len(rows))
+            self.slate.remember(*parcel)
         return list(map(Ahead, ending, before, following if few else [None] * len(rows)))
 
     def _settle(self, blocks: Seq[Ahead]) -> None:
@@ -232,6 +242,14 @@ class FastRunner(Runner):
         if not isinstance(sequence.draws, SeededDraws) or unfit(denoiser) is not None:
             return None
         return len(canvas), is_warm(denoiser), is_ruled(denoiser)
+
+
+def _can_wait(sequence: Sequence, tokens: int) -> bool:
+    """Can so many tokens be encoded together with the first step of the canvas behind them? Unless somebody else wants
+    the row as it is then"""
+    if sequence.params.mode != "diffusion" or sequence.to_encode != tokens:
+        return False
+    return bool(sequence.reply) or not (sequence.is_followed or sequence.request.stable == len(sequence.tokens))
 
 
 def _put_aside(rows: Seq[CacheRow], count: int) -> bool:

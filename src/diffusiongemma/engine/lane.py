@@ -2,12 +2,14 @@
 
 Between two steps the host only learns what came out; tokens, conditioning and counters stay where they are. A step may
 be launched before the results of the one before it have been read (`Lane.launch` twice): should a canvas turn out to
-have been done, its further step is thrown away, for a step writes nothing but the board. (A turn, a step with the
-commit of the block before it, also writes into cache rows, which must be able to forget that: `CacheRow.put_aside`.)
+have been done, its further step is thrown away, for a step writes nothing but the board. (What is encoded in the same
+pass goes into cache rows. Where that is a block that was not read yet, they must be able to forget it again:
+`CacheRow.put_aside`.)
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,15 +19,19 @@ from torch import Tensor
 
 from diffusiongemma.diffusion import Canvas, Denoiser
 from diffusiongemma.diffusion.batch import Board, Outcome, unfit
-from diffusiongemma.engine.graphs import Mailbox, Recorder, Work
+from diffusiongemma.engine import slate
+from diffusiongemma.engine.graphs import Mailbox, Work
 from diffusiongemma.engine.sequence import Block, Sequence
-from diffusiongemma.model.fused import Batch, FusedNetwork
+from diffusiongemma.engine.slate import Parcel, Slate
+from diffusiongemma.model.fused import Batch
 from diffusiongemma.model.pool import PoolRow
 from diffusiongemma.ops.attention_cached import New
 
+log = logging.getLogger(__name__)
 WARM = 0.4  # a canvas that gets no colder than that leaves the vocabulary end less to do
 FEW_ROWS = 8  # steps of so many canvases are recorded at once
 SELDOM, STRANGE = 4, 32  # of more canvases, and of widths that may never come again, only after so many
+OFTEN = 16  # a step with tokens of others is recorded, which takes a while, when it has been wanted so many times
 HOPE = 4.0  # a canvas whose mean entropy is this many times what would end it is not expected to end with the next step
 
 
@@ -36,10 +42,10 @@ class Kind:
 
     rows: int
     reach: int  # `CachePool.reach_for` the longest cache row
-    turn: bool = False  # the blocks before these canvases are committed in the same pass
+    before: slate.Kind | None = None  # what is encoded in the same pass: blocks or prompts, mostly of these canvases
 
     def __str__(self) -> str:
-        return f"a step of {self.rows} over {self.reach} tokens{', with the commit before it' if self.turn else ''}"
+        return f"a step of {self.rows} over {self.reach} tokens{f', and {self.before}' if self.before else ''}"
 
 
 @dataclass(frozen=True)
@@ -53,8 +59,7 @@ class Flight:
 class Lane:
     def __init__(
         self,
-        network: FusedNetwork,
-        recorder: Recorder,
+        slate: Slate,
         rows: int,
         width: int,
         warm: bool = True,
@@ -64,19 +69,20 @@ class Lane:
         """`warm`: for canvases that are `is_warm`. `ruled`: for those with pins or banned tokens. Other kernels read
         those, and round differently, so they have lanes of their own: who else is here must not show in a canvas.
         `usual`: canvases of this width are sure to come again."""
+        network, self.slate = slate.network, slate
         config, device = network.config, network.device
-        self.network, self.recorder, self.width, self.warm = network, recorder, width, warm
+        self.network, self.recorder, self.width, self.warm = network, slate.recorder, width, warm
         self.ruled, self.usual = ruled, usual
         self.board = Board.empty(rows, width, config.hidden_size, config.vocab_size, network.dtype, device)
         self.offsets = torch.zeros(config.num_hidden_layers, rows, dtype=torch.int32, device=device)
         self.length = torch.zeros(rows, dtype=torch.int32, device=device)
         self._within = torch.arange(width, dtype=torch.int32, device=device)
         self._begin = torch.arange(0, rows * width + 1, width, dtype=torch.int32, device=device)
-        self._block = torch.zeros_like(self.board.tokens)  # what a turn commits
-        self._block_begin = self._begin.clone()
         self._mailbox = Mailbox(self.board.out)
         self._steps: dict[Kind, Work] = {}
         self._taken: dict[Kind, int] = {}  # steps that were not worth recording yet
+        self._wanted: dict[Kind, int] = {}  # … that might have been taken: tokens and canvases of different rows
+        self._apart: set[Kind] = set()  # … for which there was no memory
         self._seats: list[tuple[Sequence, Canvas]] = []  # who has which row of the board, and at which canvas
         self._rows: list[tuple[int, int, int]] = []  # where the cache row of each lies, as the device knows it
         self._moves = -1
@@ -144,22 +150,37 @@ class Lane:
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
-    def launch(self) -> None:
-        """One step of all that are seated."""
+    def launch(self, parcel: Parcel | None = None) -> None:
+        """One step of all that are seated; `parcel`: what is encoded in the same pass, before it. Its rows grow."""
         self._tell_rows()
-        self._launch(self.kind())
+        kind = self.kind(parcel)
+        work = self._work(kind)
+        if parcel is not None and kind.before is not None:
+            self.slate.put(parcel, kind.before)
+            self._tell_rows()
+        work()
+        self.flights.append(Flight(list(self._seats), self._mailbox.send(self.board.out[: kind.rows])))
 
-    def turn(self, blocks: Tensor) -> None:
-        """Commit the blocks [B, L] of all that are seated, and take a step of their canvases behind them, in one pass.
-        Their rows grow by it."""
+    def takes(self, parcel: Parcel) -> bool:
+        """Should this go with the next step of those who are seated? Of canvases behind these very tokens, yes. Other
+        such passes are seldom the same, so they are recorded when they have been wanted for some time."""
         self._tell_rows()
-        rows = len(self._seats)
-        self._block[:rows].copy_(blocks, non_blocking=True)
-        longest = max(length for _, _, length in self._rows) + self.width
-        self._launch(Kind(rows, self.network.pool.reach_for(longest), turn=True))
-        for sequence, _ in self._seats:
-            assert sequence.row is not None
-            sequence.row.advance(self.width)
+        kind = self.kind(parcel)
+        own = {id(row) for row in parcel.rows} == {id(sequence.row) for sequence, _ in self._seats}
+        if kind in self._apart:
+            return False
+        if not own and kind not in self._steps:
+            self._wanted[kind] = self._wanted.get(kind, 0) + 1
+            if self._wanted[kind] <= OFTEN:
+                return False
+        if not self._is_due(kind):
+            return own
+        try:
+            self.recorded(kind)
+        except torch.OutOfMemoryError:
+            log.warning("two passes instead of one: no memory to record %s", kind)
+            self._apart.add(kind)
+        return kind not in self._apart
 
     def succeed(self, following: list[Block]) -> Tensor:
         """With the last step of all that are seated under way (`ending`): the canvases that follow take their seats ->
@@ -171,21 +192,29 @@ class Lane:
             self._seats[row] = (sequence, canvas)
         return blocks
 
-    def _launch(self, kind: Kind) -> None:
-        self._work(kind)()
-        self.flights.append(Flight(list(self._seats), self._mailbox.send(self.board.out[: kind.rows])))
+    def kind(self, parcel: Parcel | None = None) -> Kind:
+        """The step that those who are seated need, with these tokens before it."""
+        rows, lengths = len(self._seats), [length for _, _, length in self._rows]
+        if parcel is None:
+            return Kind(rows, self.network.pool.reach_for(max(lengths)))
+        more = {id(row): count for row, count in zip(parcel.rows, parcel.counts, strict=True)}
+        grown = (n + more.get(id(sequence.row), 0) for n, (sequence, _) in zip(lengths, self._seats, strict=True))
+        before = self.slate.kind(parcel)
+        if set(parcel.counts) == {self.width}:  # blocks come again and again, and need not be filled up
+            before = before._replace(rows=len(parcel.rows), size=sum(parcel.counts), most=self.width)
+        reach = max(before.reach, self.network.pool.reach_for(max(grown)))
+        return Kind(rows, reach, before._replace(reach=reach))
 
-    def kind(self) -> Kind:
-        """The step that those who are seated need."""
-        longest = max(length for _, _, length in self._rows)
-        return Kind(len(self._seats), self.network.pool.reach_for(longest))
+    def _is_due(self, kind: Kind) -> bool:
+        """Is it worth recording?"""
+        often = STRANGE if not self.usual else SELDOM if kind.rows > FEW_ROWS else 0
+        return kind in self._steps or self._taken.get(kind, 0) >= often
 
     def _work(self, kind: Kind) -> Work:
         """A step of this kind: the function itself, until it has been asked for often enough."""
-        taken = self._taken.get(kind, 0)
-        if kind in self._steps or taken >= (STRANGE if not self.usual else SELDOM if kind.rows > FEW_ROWS else 0):
+        if self._is_due(kind):
             return self.recorded(kind)
-        self._taken[kind] = taken + 1
+        self._taken[kind] = self._taken.get(kind, 0) + 1
         return partial(self.step, kind)
 
     def recorded(self, kind: Kind) -> Work:
@@ -194,37 +223,28 @@ class Lane:
             board = self.board
             changed = (board.tokens, board.soft, board.previous, board.counts, board.out)
             name = f"{kind}{'' if self.warm else ', cold'}{' with rules' if self.ruled else ''}"
-            self._block_begin.zero_()  # recording runs the step, which must not write into anybody's row
-            try:
-                self._steps[kind] = self.recorder.record(name, partial(self.step, kind), changed)
-            finally:  # should it fail, turns that are recorded already commit as before
-                self._block_begin.copy_(self._begin)
+            self.slate.rest()
+            self._steps[kind] = self.recorder.record(name, partial(self.step, kind), changed)
         return self._steps[kind]
 
     @torch.inference_mode()
     def step(self, kind: Kind) -> None:
         """Everything between two states of the board: network, vocabulary end, sampler, stop decision."""
         network, board, config, rows = self.network, self.board, self.network.config, kind.rows
-        length = self.length[:rows]
-        given = board.tokens[:rows].flatten(), board.soft[:rows].flatten(0, 1)
-        if kind.turn:
-            block = self._batch(kind, length, self._block_begin)
-            behind = self._batch(kind, length + self.width, self._begin)
-            hidden = network.turn(self._block[:rows].flatten(), block, *given, behind)
+        length, new = self.length[:rows], New(self._begin[: rows + 1], self.width)
+        positions = (length[:, None] + self._within).flatten()
+        batch = Batch(self.offsets[:, :rows], length, positions, new, kind.reach)
+        canvas, soft = board.tokens[:rows].flatten(), board.soft[:rows].flatten(0, 1)
+        if kind.before is None:
+            hidden = network.denoise(canvas, soft, batch)
         else:
-            hidden = network.denoise(*given, self._batch(kind, length, self._begin))
+            hidden = network.turn(*self.slate.given(kind.before), canvas, soft, batch)
         temperature, uniform, noise = board.draws(rows, config.vocab_size, network.ops.prepare)
         rules = board.rules(rows, temperature, uniform, self.ruled)
         ends = (config.final_logit_softcapping, network.embed_scale)
         how = {"coldest": WARM if self.warm else None, "at_once": network.ops.reading}
         reading = network.ops.vocab_end(hidden, network.table, rules, *ends, **how)
         board.decide(rows, reading, noise, network.ops.decide)
-
-    def _batch(self, kind: Kind, length: Tensor, begin: Tensor) -> Batch:
-        """The tokens behind so many of each row"""
-        positions = (length[:, None] + self._within).flatten()
-        new = New(begin[: kind.rows + 1], self.width)
-        return Batch(self.offsets[:, : kind.rows], length, positions, new, kind.reach)
 
     def land(self) -> None:
         """Wait for the oldest step under way, and tell its passengers."""

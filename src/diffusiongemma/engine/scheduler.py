@@ -175,7 +175,7 @@ class Scheduler:
         canvases = [s for s in self.running if s.phase in ("denoise", "score")]
         new = all(s.phase == "denoise" and not s.metrics.steps for s in canvases)
         fresh = [s for s in self.running if not s.metrics.steps and s.params.mode == "diffusion"]
-        reading = any(not s.prompt_encoded or s in read for s in fresh)
+        reading = any(s.phase != "denoise" or s in read for s in fresh)
         if canvases and new and reading and self._waited < self.runner.patience:
             self._waited += 1
             return []

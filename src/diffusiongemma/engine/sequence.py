@@ -81,6 +81,11 @@ class Sequence:
         return None if first is self else first
 
     @property
+    def is_followed(self) -> bool:
+        """Does another of its group wait for its prompt?"""
+        return any(member.leader is self and member.phase in ("waiting", "join") for member in self.group)
+
+    @property
     def prompt_encoded(self) -> bool:
         return self.row is not None and self.row.length >= len(self.request.prompt)
 

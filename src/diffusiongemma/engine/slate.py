@@ -38,6 +38,14 @@ class Kind(NamedTuple):
         return f"{what} {self.size} tokens, a row {self.most} at most, up to {self.reach}"
 
 
+class Parcel(NamedTuple):
+    """Tokens that are to be encoded."""
+
+    tokens: Tensor  # [N], on CPU or device: of all rows, one after another
+    rows: Sequence[CacheRow]
+    counts: Sequence[int]
+
+
 class Slate:
     def __init__(self, network: FusedNetwork, recorder: Recorder, rows: int, tokens: int) -> None:
         """For at most so many rows and tokens in one pass."""
@@ -57,52 +65,66 @@ class Slate:
 
     def encode(self, tokens: Tensor, rows: Sequence[CacheRow], counts: Sequence[int]) -> Tensor:
         """tokens [N], on CPU or device -> hidden [N, D], overwritten by the next pass; the rows grow by them"""
-        self._pass(tokens, rows, counts, hidden=True)
+        self._pass(Parcel(tokens, rows, counts), hidden=True)
         return self.hidden[: tokens.shape[0]]
 
     def remember(self, tokens: Tensor, rows: Sequence[CacheRow], counts: Sequence[int]) -> None:
         """The same without hidden states"""
-        self._pass(tokens, rows, counts, hidden=False)
+        self._pass(Parcel(tokens, rows, counts), hidden=False)
 
-    def _pass(self, tokens: Tensor, rows: Sequence[CacheRow], counts: Sequence[int], hidden: bool) -> None:
-        pooled = [row for row in rows if isinstance(row, PoolRow)]
-        assert len(pooled) == len(rows) <= self.most_rows
-        total = tokens.shape[0]
-        at = [torch.arange(row.length, row.length + n, dtype=torch.int32) for row, n in zip(rows, counts, strict=True)]
+    def _pass(self, parcel: Parcel, hidden: bool) -> None:
+        kind = self.kind(parcel, hidden)
+        work = self.recorded(kind)
+        self.put(parcel, kind)
+        work()
+
+    def kind(self, parcel: Parcel, hidden: bool = False) -> Kind:
+        """The pass that these tokens need."""
+        _, rows, counts = parcel
         # One row is a case of its own: a pass for many looks for work in each of them.
-        lines = 1 if len(rows) == 1 else self.most_rows
-        unused = [0] * (lines - len(rows))
+        lines, size = 1 if len(rows) == 1 else self.most_rows, self.size_for(sum(counts))
+        most = size if lines == 1 else next((most for most in MOST if max(counts) <= most), size)
+        longest = max(row.length + count for row, count in zip(rows, counts, strict=True))
+        return Kind(lines, size, min(size, most), self.network.pool.reach_for(longest), hidden)
+
+    def put(self, parcel: Parcel, kind: Kind) -> None:
+        """What the next pass of this kind encodes, and where; the rows grow by it."""
+        tokens, rows, counts = parcel
+        pooled = [row for row in rows if isinstance(row, PoolRow)]
+        assert len(pooled) == len(rows) <= kind.rows
+        total, unused = tokens.shape[0], [0] * (kind.rows - len(rows))
+        at = [torch.arange(row.length, row.length + n, dtype=torch.int32) for row, n in zip(rows, counts, strict=True)]
         begin = torch.tensor([*accumulate([0, *counts, *unused])], dtype=torch.int32)
         lengths = torch.tensor([*(row.length for row in rows), *unused], dtype=torch.int32)
         self.tokens[:total].copy_(tokens, non_blocking=True)
         self.positions[:total].copy_(torch.cat(at), non_blocking=True)
-        self.length[:lines].copy_(lengths, non_blocking=True)
+        self.length[: kind.rows].copy_(lengths, non_blocking=True)
         self.offsets[:, : len(rows)].copy_(self.network.pool.offsets(pooled), non_blocking=True)
-        longest = max(row.length + count for row, count in zip(rows, counts, strict=True))
-        work = self.recorded(self.kind(lines, counts, longest, hidden))
-        self.begin[: lines + 1].copy_(begin, non_blocking=True)
-        work()
+        self.begin[: kind.rows + 1].copy_(begin, non_blocking=True)
         for row, count in zip(rows, counts, strict=True):
             row.advance(count)
 
-    def kind(self, rows: int, counts: Sequence[int], longest: int, hidden: bool) -> Kind:
-        """The pass for so many new tokens of each row, the longest of which then has `longest`."""
-        size = self.size_for(sum(counts))
-        most = size if rows == 1 else next((most for most in MOST if max(counts) <= most), size)
-        return Kind(rows, size, min(size, most), self.network.pool.reach_for(longest), hidden)
-
     def recorded(self, kind: Kind) -> Work:
         if kind not in self._passes:
-            self.begin.zero_()  # recording runs the pass, which must not write into anybody's row
+            self.rest()
             self._passes[kind] = self.recorder.record(str(kind), partial(self._encode, kind))
         return self._passes[kind]
 
+    def rest(self) -> None:
+        """Nothing is to be encoded until the next `put`: recording runs a pass, which must not write into any row."""
+        self.begin.zero_()
+
     @torch.inference_mode()
     def _encode(self, kind: Kind) -> None:
+        tokens, batch = self.given(kind)
+        if kind.hidden:
+            self.hidden[: kind.size].copy_(self.network.encode(tokens, batch))
+        else:
+            self.network.remember(tokens, batch)
+
+    def given(self, kind: Kind) -> tuple[Tensor, Batch]:
+        """What a pass of this kind finds here"""
         rows, size = kind.rows, kind.size
         new = New(self.begin[: rows + 1], kind.most)
         batch = Batch(self.offsets[:, :rows], self.length[:rows], self.positions[:size], new, kind.reach)
-        if kind.hidden:
-            self.hidden[:size].copy_(self.network.encode(self.tokens[:size], batch))
-        else:
-            self.network.remember(self.tokens[:size], batch)
+        return self.tokens[:size], batch

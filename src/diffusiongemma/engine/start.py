@@ -18,8 +18,8 @@ PROMPT, STEPS = 64, 3
 
 
 def prepare(engine: Engine, progress: bool | None = None) -> list[str]:
-    """Begin a short text -> what was recorded for it: a prompt, a step, and a step with the commit before it. The
-    kernels of these are compiled then (Triton keeps them for the next start); what only others need is recorded when
+    """Begin a short text -> what was recorded for it: a step, and one with a prompt or a block before it. The kernels
+    of these are compiled then (Triton keeps them for the next start); what only others need is recorded when
     they come. Without a card there is little to do. `progress`: a line on stderr; None: on terminals only."""
     runner, found = engine.scheduler.runner, list[str]()
     if not isinstance(runner, FastRunner):
