@@ -2,10 +2,10 @@
 one card.
 
     python3 scripts/bench_turns.py [--quant fp8|int4|bf16] [--users 1,2,4,8] [--tokens 1024] [--prompt 512] [--rounds 7]
-                                   [--apart 20]
+                                   [--uneven]
 
-Random weights of the 26B-A4B, 16 fixed steps a canvas; medians. `--apart`: users come so many milliseconds after one
-another, so that their blocks end at different times. What a pass is recorded for is recorded in the first rounds.
+Random weights of the 26B-A4B, 16 fixed steps a canvas; medians, after as many rounds as record something (at most 8).
+`--uneven`: every user takes another number of steps, 16 in the mean, so that their blocks end at different times.
 """
 
 from __future__ import annotations
@@ -13,46 +13,44 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from diffusiongemma.bench.drive import make_request, random_tokens
+from diffusiongemma.bench.drive import make_request, random_tokens, together
 from diffusiongemma.bench.subject import Subject, Target
-from diffusiongemma.engine import Engine, Request, collect, fast, lane
+from diffusiongemma.engine import Engine, fast
 
-WARM = 2  # rounds in which all is recorded
+WARM = 2, 8  # rounds that do not count: at least, and at most
 
 
-def compared(subject: Subject, users: int, args: argparse.Namespace) -> dict[int, tuple[float, float]]:
-    """With a pass each, and with turns: seconds, and those until the first draft (mean of all users)"""
+def compared(subject: Subject, users: int, args: argparse.Namespace) -> dict[int, list[tuple[float, float]]]:
+    """With a pass each, and with turns: seconds of each round, and those until the first draft (mean of all users)"""
     ways: dict[int, list[tuple[float, float]]] = {0: [], fast.TURN: []}
-    lane.OFTEN = 0
     with subject.engine(users, args.prompt + args.tokens) as engine:
-        if not isinstance(engine.scheduler.runner, fast.FastRunner):
+        runner = engine.scheduler.runner
+        if not isinstance(runner, fast.FastRunner):
             sys.exit("turns are for the fast runner: there is no card for it")
-        for i in range(WARM + args.rounds):
+        counting = i = 0
+        while counting < args.rounds:
+            recorded = runner.recorder.recorded
             for most, taken in ways.items():
-                prompts = [random_tokens(engine, args.prompt, seed=1 + users * i + user) for user in range(users)]
-                asked = [make_request(prompt, args.tokens, seed=user, steps=16) for user, prompt in enumerate(prompts)]
                 fast.TURN = most
-                taken.append(run(engine, asked, args.apart / 1e3))
-    medians = {}
-    for most, taken in ways.items():
-        whole, first = zip(*taken[WARM:], strict=True)
-        medians[most] = statistics.median(whole), statistics.median(first)
-    return medians
+                taken.append(run(engine, users, args, seed=i))
+            new, i = runner.recorder.recorded - recorded, i + 1
+            counting += counting > 0 or i >= WARM[1] or (i >= WARM[0] and not new)
+        print(f"… {i} rounds, {runner.recorder.recorded} passes recorded", file=sys.stderr, flush=True)
+    return {most: taken[-counting:] for most, taken in ways.items()}
 
 
-def run(engine: Engine, asked: list[Request], apart: float) -> tuple[float, float]:
-    began, handles = time.perf_counter(), []
-    for request in asked:
-        handles.append(engine.submit(request))
-        time.sleep(apart)
-    results = [collect(handle) for handle in handles]
-    seconds = time.perf_counter() - began
-    return seconds, statistics.mean(result.metrics.first_draft_seconds or 0.0 for result in results)
+def run(engine: Engine, users: int, args: argparse.Namespace, seed: int) -> tuple[float, float]:
+    asked = []
+    for user in range(users):
+        prompt = random_tokens(engine, args.prompt, seed=1 + users * seed + user)
+        steps = 16 + (user - users // 2 if args.uneven else 0)
+        asked.append(make_request(prompt, args.tokens, seed=user, steps=steps))
+    ran = together(engine, asked)
+    return ran.seconds, statistics.mean(result.metrics.first_draft_seconds or 0.0 for result in ran.results)
 
 
 def main() -> None:
@@ -62,14 +60,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--apart", type=float, default=0.0)
+    parser.add_argument("--uneven", action="store_true")
     args = parser.parse_args()
     subject = Subject.make(Target(quant=args.quant, group=64 if args.quant == "int4" else None))
     for users in map(int, args.users.split(",")):
-        (two, two_first), (one, one_first) = compared(subject, users, args).values()
-        told = f"{1e3 * two:.1f} ms, with turns {1e3 * one:.1f} ({two / one - 1:.1%})"
-        first = f"first draft {1e3 * two_first:.1f} and {1e3 * one_first:.1f}"
-        print(f"{args.quant}, {users} users: {told}; {first}", flush=True)
+        two, one = (list(zip(*taken, strict=True)) for taken in compared(subject, users, args).values())
+        (whole, first), (turns, first_turns) = (tuple(map(statistics.median, way)) for way in (two, one))
+        told = f"{1e3 * whole:.1f} ms, with turns {1e3 * turns:.1f} ({whole / turns - 1:.1%})"
+        drafts = f"first draft {1e3 * first:.1f} and {1e3 * first_turns:.1f}"
+        spread = f"{1e3 * min(one[0]):.1f} to {1e3 * max(one[0]):.1f}"
+        print(f"{args.quant}, {users} users: {told}, from {spread}; {drafts}", flush=True)
 
 
 if __name__ == "__main__":

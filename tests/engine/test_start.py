@@ -20,14 +20,15 @@ def test_a_text_of_two_blocks_finds_everything_recorded() -> None:
         step = "a step of 1 over 2048 tokens"
         prompt, block = ("64 tokens, a row 64", f"{CONFIG.canvas_length} tokens, a row {CONFIG.canvas_length}")
         with_both = [f"{step}, and remembering {what} at most, up to 2048" for what in (prompt, block)]
-        assert names == [with_both[0], step, with_both[1]]
+        # 512 tokens and a canvas are more than this engine has room for in one pass
+        assert names == [with_both[0], step, with_both[1], "remembering 512 tokens, a row 512 at most, up to 2048"]
         assert recorder.listener is None
         assert prepare(engine) == []
         assert not len(engine.scheduler.prefixes)
         params = SamplingParams.build(max_new_tokens=2 * CONFIG.canvas_length, steps=4, early_stop=False, seed=1)
         recorder.listener = names.append
         again = collect(engine.submit(Request((5, 6, 7), params, ends=False)))
-        assert len(names) == 3
+        assert len(names) == 4
     with fast_engine() as fresh:  # the text is the one that it would have been
         assert collect(fresh.submit(Request((5, 6, 7), params, ends=False))).tokens == again.tokens
 

@@ -24,7 +24,7 @@ from diffusiongemma.bench.subject import Subject
 from diffusiongemma.bench.timing import BELIEVED, Outcome, Rows, note, slope
 from diffusiongemma.engine import Engine
 from diffusiongemma.engine.fast import FastRunner
-from diffusiongemma.engine.lane import STRANGE
+from diffusiongemma.engine.lane import SELDOM
 from diffusiongemma.errors import DiffusionGemmaError
 
 # The stop rule is asked after every step and never satisfied.
@@ -72,7 +72,7 @@ def step_seconds(engine: Engine, users: int, prefix: int, width: int, steps: int
     same_prompt(engine, prompt, 1, width, steps=1, canvas=width, keep=prefix)  # encodes the prompt, for all that follow
     few = max(1, steps // 4)
     # Until every step that is timed has been recorded.
-    run(STRANGE + 1 if isinstance(engine.scheduler.runner, FastRunner) else few)
+    run(SELDOM + 1 if isinstance(engine.scheduler.runner, FastRunner) else few)
     return slope(lambda: run(few), lambda: run(few + steps), steps, repeat)
 
 

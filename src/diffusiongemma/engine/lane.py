@@ -30,8 +30,9 @@ from diffusiongemma.ops.attention_cached import New
 log = logging.getLogger(__name__)
 WARM = 0.4  # a canvas that gets no colder than that leaves the vocabulary end less to do
 FEW_ROWS = 8  # steps of so many canvases are recorded at once
-SELDOM, STRANGE = 4, 32  # of more canvases, and of widths that may never come again, only after so many
-OFTEN = 16  # a step with tokens of others is recorded, which takes a while, when it has been wanted so many times
+# … of more canvases after so many, and so are steps with what others have to encode, which are two passes before: on
+# the H200 a step whose kernels are launched one by one takes 60 ms, recording it three times that.
+SELDOM, OFTEN = 4, 16
 HOPE = 4.0  # a canvas whose mean entropy is this many times what would end it is not expected to end with the next step
 
 
@@ -80,8 +81,7 @@ class Lane:
         self._begin = torch.arange(0, rows * width + 1, width, dtype=torch.int32, device=device)
         self._mailbox = Mailbox(self.board.out)
         self._steps: dict[Kind, Work] = {}
-        self._taken: dict[Kind, int] = {}  # steps that were not worth recording yet
-        self._wanted: dict[Kind, int] = {}  # … that might have been taken: tokens and canvases of different rows
+        self._taken: dict[Kind, int] = {}  # steps that were not worth recording yet, and would have been taken
         self._apart: set[Kind] = set()  # … for which there was no memory
         self._seats: list[tuple[Sequence, Canvas]] = []  # who has which row of the board, and at which canvas
         self._rows: list[tuple[int, int, int]] = []  # where the cache row of each lies, as the device knows it
@@ -162,19 +162,18 @@ class Lane:
         self.flights.append(Flight(list(self._seats), self._mailbox.send(self.board.out[: kind.rows])))
 
     def takes(self, parcel: Parcel) -> bool:
-        """Should this go with the next step of those who are seated? Of canvases behind these very tokens, yes. Other
-        such passes are seldom the same, so they are recorded when they have been wanted for some time."""
+        """Should this go with the next step of those who are seated?"""
         self._tell_rows()
         kind = self.kind(parcel)
-        own = {id(row) for row in parcel.rows} == {id(sequence.row) for sequence, _ in self._seats}
         if kind in self._apart:
             return False
-        if not own and kind not in self._steps:
-            self._wanted[kind] = self._wanted.get(kind, 0) + 1
-            if self._wanted[kind] <= OFTEN:
-                return False
-        if not self._is_due(kind):
-            return own
+        if self._is_due(kind):
+            return self._can_record(kind)
+        if odd := self._is_odd(kind):
+            self._taken[kind] = self._taken.get(kind, 0) + 1
+        return not odd
+
+    def _can_record(self, kind: Kind) -> bool:
         try:
             self.recorded(kind)
         except torch.OutOfMemoryError:
@@ -207,8 +206,12 @@ class Lane:
 
     def _is_due(self, kind: Kind) -> bool:
         """Is it worth recording?"""
-        often = STRANGE if not self.usual else SELDOM if kind.rows > FEW_ROWS else 0
+        often = OFTEN if self._is_odd(kind) else SELDOM if kind.rows > FEW_ROWS else 0
         return kind in self._steps or self._taken.get(kind, 0) >= often
+
+    def _is_odd(self, kind: Kind) -> bool:
+        """Does it take something along, and may never come again?"""
+        return kind.before is not None and (kind.before.rows != kind.rows or not self.usual)
 
     def _work(self, kind: Kind) -> Work:
         """A step of this kind: the function itself, until it has been asked for often enough."""

@@ -7,31 +7,25 @@ from contextlib import contextmanager
 
 from diffusiongemma.checkpoint.progress import shown
 from diffusiongemma.engine.engine import Engine
-from diffusiongemma.engine.events import Commit, End
+from diffusiongemma.engine.events import End
 from diffusiongemma.engine.fast import FastRunner
 from diffusiongemma.engine.params import SamplingParams
 from diffusiongemma.engine.request import Request
 from diffusiongemma.errors import DiffusionGemmaError
 from diffusiongemma.model import CacheRow
 
-PROMPT, STEPS = 64, 3
+TEXTS = ((64, 2), (512, 1))  # tokens of the prompt, and blocks
+STEPS = 3
 
 
 def prepare(engine: Engine, progress: bool | None = None) -> list[str]:
-    """Begin a short text -> what was recorded for it: a step, and one with a prompt or a block before it. The kernels
-    of these are compiled then (Triton keeps them for the next start); what only others need is recorded when
-    they come. Without a card there is little to do. `progress`: a line on stderr; None: on terminals only."""
+    """Begin two short texts -> what was recorded for them: a step, and one with a prompt, a long one, or a block before
+    it. The kernels of these are compiled then (Triton keeps them for the next start); what only others need is recorded
+    when they come. Without a card there is little to do. `progress`: a line on stderr; None: on terminals only."""
     runner, found = engine.scheduler.runner, list[str]()
     if not isinstance(runner, FastRunner):
         engine.generate([1], max_new_tokens=1, steps=1, seed=0, canvas=1)
         return found
-    config, width = engine.model.config, engine.model.config.canvas_length
-    given = {"max_new_tokens": 2 * width, "canvas": width, "steps": STEPS, "early_stop": False, "redo": 0, "seed": 0}
-    params = SamplingParams.build(engine.params, mode="diffusion", stop=(), logprobs=None, **given)
-    prompt, length = (1,) * PROMPT, PROMPT + 2 * width
-    taken = CacheRow.bytes_for(config, length, runner.dtype)
-    if length > config.max_position_embeddings or taken > engine.scheduler.limits.max_bytes:
-        return found  # such a text has no room: what shorter ones need is recorded when they come
     with _line(progress) as tell:
 
         def hear(name: str) -> None:
@@ -40,15 +34,28 @@ def prepare(engine: Engine, progress: bool | None = None) -> list[str]:
 
         before, runner.recorder.listener = runner.recorder.listener, hear
         try:
-            handle = engine.submit(Request(prompt, params, ends=False, drafts=False))
-            for event in handle:
-                if isinstance(event, Commit):  # the pass behind it is recorded by now, and nobody wants the text
-                    handle.cancel()
-                elif isinstance(event, End) and event.error:
-                    raise DiffusionGemmaError(f"the engine cannot write: {event.error}")
+            for prompt, blocks in TEXTS:
+                _begin(engine, runner, prompt, blocks)
         finally:
             runner.recorder.listener = before
     return found
+
+
+def _begin(engine: Engine, runner: FastRunner, prompt: int, blocks: int) -> None:
+    """A text of so many blocks, up to the first step of the last; none, if there is no room for it: what shorter ones
+    need is recorded when they come"""
+    config, width = engine.model.config, engine.model.config.canvas_length
+    given = {"canvas": width, "steps": STEPS, "early_stop": False, "redo": 0, "seed": 0, "stop": (), "logprobs": None}
+    params = SamplingParams.build(engine.params, mode="diffusion", max_new_tokens=blocks * width, **given)
+    length = prompt + blocks * width
+    taken = CacheRow.bytes_for(config, length, runner.dtype)
+    if length > config.max_position_embeddings or taken > engine.scheduler.limits.max_bytes:
+        return
+    handle = engine.submit(Request((1,) * prompt, params, ends=False, drafts=blocks == 1))
+    for event in handle:
+        if isinstance(event, End) and event.error:
+            raise DiffusionGemmaError(f"the engine cannot write: {event.error}")
+        handle.cancel()  # the pass behind what is told is recorded by now, and nobody wants the text
 
 
 @contextmanager
@@ -57,5 +64,5 @@ def _line(progress: bool | None) -> Iterator[Callable[[str], None]]:
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with shown(progress, *columns) as bar:
-        task = bar.add_task("compiling kernels", total=4)  # three passes, and the text itself
+        task = bar.add_task("compiling kernels", total=5)  # four passes, and the texts themselves
         yield lambda name: bar.update(task, description=f"compiling and recording {name}", advance=1)
