@@ -51,7 +51,7 @@ def test_a_model_of_few_positions_starts_all_the_same() -> None:
 def test_what_is_done_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
     with fast_engine() as engine:
         prepare(engine, progress=True)
-    assert "recording a step of 1" in " ".join(capfd.readouterr().err.split())
+    assert "4 passes compiled and recorded" in " ".join(capfd.readouterr().err.split())
     with fast_engine() as engine:
         prepare(engine)
     assert capfd.readouterr().err == ""

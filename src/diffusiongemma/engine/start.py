@@ -63,6 +63,13 @@ def _line(progress: bool | None) -> Iterator[Callable[[str], None]]:
     from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    told = list[str]()
     with shown(progress, *columns) as bar:
-        task = bar.add_task("compiling kernels", total=5)  # four passes, and the texts themselves
-        yield lambda name: bar.update(task, description=f"compiling and recording {name}", advance=1)
+        task = bar.add_task("compiling kernels", total=4)
+
+        def tell(name: str) -> None:
+            bar.update(task, description=f"compiling and recording: {name}", completed=len(told))
+            told.append(name)
+
+        yield tell
+        bar.update(task, description=f"{len(told)} passes compiled and recorded", completed=4)
