@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from diffusiongemma.checkpoint.progress import shown
 from diffusiongemma.engine.engine import Engine
-from diffusiongemma.engine.events import End
+from diffusiongemma.engine.events import End, Event
 from diffusiongemma.engine.fast import FastRunner
 from diffusiongemma.engine.params import SamplingParams
 from diffusiongemma.engine.request import Request
+from diffusiongemma.engine.worker import Handle
 from diffusiongemma.errors import DiffusionGemmaError
 from diffusiongemma.model import CacheRow
 
@@ -51,11 +53,21 @@ def _begin(engine: Engine, runner: FastRunner, prompt: int, blocks: int) -> None
     taken = CacheRow.bytes_for(config, length, runner.dtype)
     if length > config.max_position_embeddings or taken > engine.scheduler.limits.max_bytes:
         return
-    handle = engine.submit(Request((1,) * prompt, params, ends=False, drafts=blocks == 1))
-    for event in handle:
-        if isinstance(event, End) and event.error:
-            raise DiffusionGemmaError(f"the engine cannot write: {event.error}")
-        handle.cancel()  # the pass behind what is told is recorded by now, and nobody wants the text
+    handles, events = queue.SimpleQueue[Handle](), queue.SimpleQueue[Event]()
+
+    def hear(event: Event) -> None:
+        """On the engine's thread: the pass behind what is told is recorded by now, and nobody wants the text"""
+        if not isinstance(event, End):
+            handle = handles.get()
+            handle.cancel()
+            handles.put(handle)  # another draft may be on its way
+        events.put(event)
+
+    handles.put(engine.submit(Request((1,) * prompt, params, ends=False, drafts=blocks == 1), forward=hear))
+    while not isinstance(event := events.get(), End):
+        pass
+    if event.error:
+        raise DiffusionGemmaError(f"the engine cannot write: {event.error}")
 
 
 @contextmanager
