@@ -79,7 +79,7 @@ class Metrics:
     queue_seconds: float = 0.0
     first_draft_seconds: float | None = None
     first_text_seconds: float | None = None
-    prefill_seconds: float = 0.0  # until the prompt was in the cache
+    prefill_seconds: float = 0.0  # until the prompt was in the cache, or a card had been told to put it there
     total_seconds: float = 0.0
 
     @property
