@@ -1,6 +1,6 @@
 """Both products of the experts in one launch that streams weights, beside two kernels: the same bits? How fast?
 
-    python3 scripts/bench_stream.py [--formats fp8 bf16] [--tokens 256 512] [--runs 30]
+    python3 scripts/bench_stream.py [--formats fp8 bf16 int4] [--tokens 256 512] [--runs 30]
 
 26B-A4B geometry on one Hopper card. Tokens go to their experts evenly, and so that some experts have none and others
 several blocks. Times are of a CUDA graph over several sets of weights, by turns, medians; the floor is all weights once
@@ -27,10 +27,10 @@ from diffusiongemma.ops.fused import Rows
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.routing import Placed
 from diffusiongemma.ops.rows_triton import quantize_rows
-from diffusiongemma.ops.tiles import block_rows
+from diffusiongemma.ops.tiles import Format, block_rows, format_of
 
 EXPERTS, HIDDEN, WIDTH, TOP, SETS, TURNS = 128, 2816, 704, 8, 4, 15
-BANDWIDTH = 4.33e12
+BANDWIDTH, FORMATS = 4.33e12, ["fp8", "bf16", "int4"]
 Weights = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
 
 
@@ -41,11 +41,25 @@ def matrix(rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor 
     return out, torch.rand(EXPERTS, rows, 1, device="cuda") * 0.01 + 0.001 if dtype == FP8 else None
 
 
-def placed(tokens: int, even: bool, fmt: str) -> tuple[Tensor, Tensor, Placed]:
+def weights_of(fmt: str) -> Weights:
+    if fmt != "int4":
+        dtype = FP8 if fmt == "fp8" else torch.bfloat16
+        return *matrix(2 * WIDTH, HIDDEN, dtype), *matrix(HIDDEN, WIDTH, dtype)
+    return *pairs(WIDTH // 64, HIDDEN // 64), *pairs(HIDDEN // 128, WIDTH // 64)
+
+
+def pairs(tiles: int, groups: int) -> tuple[Tensor, Tensor]:
+    """Any bytes are 4-bit weights, as `int4.pack_pairs` has them"""
+    scale = torch.rand(EXPERTS, tiles, groups, 64, 2, device="cuda") * 0.01 + 0.001
+    q = torch.randint(256, (EXPERTS, tiles, groups, 64, 64), dtype=torch.uint8, device="cuda")
+    return q, scale.to(torch.bfloat16).view(torch.int32).squeeze(-1).contiguous()
+
+
+def placed(tokens: int, even: bool, fmt: Format) -> tuple[Tensor, Tensor, Placed]:
     scores = torch.rand(tokens, EXPERTS, device="cuda")
     index = (scores if even else scores * torch.linspace(0.2, 1, EXPERTS, device="cuda")).topk(TOP, -1).indices
     weight = torch.rand(tokens, TOP, device="cuda")
-    block = block_rows(tokens * TOP, EXPERTS, "fp8" if fmt == "fp8" else "bf16")
+    block = block_rows(tokens * TOP, EXPERTS, fmt)
     return index, weight, routing.place(index, weight, EXPERTS, block)
 
 
@@ -87,17 +101,18 @@ def microseconds(replays: list[Callable[[], object]], rounds: int = TURNS, at_on
 
 def measure(fmt: str, tokens: int, runs: int) -> int:
     """-> how many comparisons failed"""
-    dtype, unequal = FP8 if fmt == "fp8" else torch.bfloat16, 0
-    sets: list[Weights] = [(*matrix(2 * WIDTH, HIDDEN, dtype), *matrix(HIDDEN, WIDTH, dtype)) for _ in range(SETS)]
+    sets, unequal = [weights_of(fmt) for _ in range(SETS)], 0
     floor = sum(t.numel() * t.element_size() for t in sets[0] if t is not None) / BANDWIDTH * 1e6
     for even in (True, False):
-        route = placed(tokens, even, fmt)
-        assert streams(route[2].block, sets[0][0], sets[0][2]), "nothing is streamed on this card"
+        route = placed(tokens, even, format_of(sets[0][0]))
+        if not streams(route[2].block, sets[0][0], sets[0][2]):
+            print(f"{fmt}, {tokens} tokens: not streamed", flush=True)
+            return 0
         marks = [torch.zeros_like(route[2].marks) for _ in range(SETS)]
         before_this = unequal
         for run in range(runs):
             x = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
-            rows = quantize_rows(x) if fmt == "fp8" else Rows(x)
+            rows = Rows(x) if fmt == "bf16" else quantize_rows(x)
             one, two = (call(rows, route, marks, run, sets[run % SETS], stream) for stream in (True, False))
             unequal += not torch.equal(one, two)
         graphs = [
@@ -117,7 +132,7 @@ def measure(fmt: str, tokens: int, runs: int) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--formats", nargs="+", choices=("fp8", "bf16"), default=["fp8", "bf16"])
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
     parser.add_argument("--tokens", nargs="+", type=int, default=[256, 512])
     parser.add_argument("--runs", type=int, default=30)
     args = parser.parse_args()

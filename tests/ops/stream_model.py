@@ -1,5 +1,6 @@
-"""How the parts of a program that streams experts wait for each other (`ops/stream_gluon.py`, `ops/experts_gluon.py`),
-as generators that a test runs in any order. Triton's interpreter knows no Gluon: the kernel itself needs a card.
+"""How the parts of a program that streams experts wait for each other (`ops/stream_gluon.py`, `ops/experts_gluon.py`,
+`ops/pairs_gluon.py`), as generators that a test runs in any order. Triton's interpreter knows no Gluon: the kernels
+themselves need a card.
 
 Every `yield` is a place where another part may run. What is not here: copies that arrive after they were asked for,
 the launch before, and the order in which memory is seen: a flag and what it stands for are seen as they were written.
@@ -87,6 +88,7 @@ class Work:
     most: int
     rounds: int
     quant: bool
+    lag: int | None = None  # of 4-bit weights: rows are told of so many stages later
     taken: int = 0
     flags: list[int] = field(default_factory=list)
     made: dict[int, int] = field(default_factory=dict)
@@ -218,12 +220,64 @@ class Program:
             at, _, place = yield from self.box.hear(turn)
 
 
+class Pairs(Program):
+    """Of 4-bit weights: one group that multiplies, and is through with a stage before it gives it back"""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__(work)
+        self.box = Mailbox(work.most, 3)
+
+    def parts(self) -> list[Part]:
+        return [self._plan(), self._weights(), self._rows(), self._sums(0), self._round()]
+
+    def _rows(self) -> Part:
+        work, ring, turn = self.work, Ring(self.work.stages, 1), Ring(self.work.most, 0)
+        assert work.lag is not None
+        at, _, place = yield from self.box.hear(turn)
+        while at >= 0:
+            if at < work.ups:
+                done = place % work.stages
+                for k in range(work.up_steps + work.lag):
+                    if k < work.up_steps:
+                        yield from wait(self.free[ring.at], ring.phase)
+                        self.x[ring.at] = (at, k)
+                        ring.step()
+                        yield
+                    if k >= work.lag:
+                        self.ready[done].arrive()
+                        done = (done + 1) % work.stages
+            else:
+                while work.flags[work.block(at)] < 2 * work.up:
+                    yield
+                assert work.all_in(work.rounded, work.block(at)), "rows not there yet"
+                yield from self._fetch(at, ring, self.x)
+            at, _, place = yield from self.box.hear(turn)
+
+    def _sums(self, mine: int) -> Part:
+        work, turn = self.work, Ring(self.work.most, 0)
+        at, _, place = yield from self.box.hear(turn)
+        while at >= 0:
+            ring = Ring(work.stages, place // work.stages & 1, place % work.stages)
+            for k in range(work.steps(at)):
+                yield from wait(self.ready[ring.at], ring.phase)
+                assert self.weights[ring.at] == self.x[ring.at] == (at, k), "a stage holds something else"
+                yield
+                assert self.weights[ring.at] == self.x[ring.at] == (at, k), "a stage was overwritten"
+                self.free[ring.at].arrive()
+                ring.step()
+            work.made[at] = work.made.get(at, 0) + 1
+            yield
+            if at < work.ups:
+                work.flags[work.block(at)] += 1
+            at, _, place = yield from self.box.hear(turn)
+
+
 def run(work: Work, programs: int, at_once: int, seed: int, patience: int = 20_000) -> None:
     """All programs, `at_once` of them on the card, in some order; fails if nothing moves any more"""
     choose, waiting, running, still = random.Random(seed), programs, list[list[Part]](), 0
     while waiting or running:
         while waiting and len(running) < at_once:
-            running.append(Program(work).parts())
+            running.append((Program(work) if work.lag is None else Pairs(work)).parts())
             waiting -= 1
         parts = choose.choice(running)
         part = choose.choice(parts)

@@ -1,6 +1,6 @@
 """Experts that are streamed. Triton's interpreter knows no Gluon, so here they are compiled, for a card that is not
 there, and a model of who waits for whom is run; their numbers are compared on a card: `scripts/check_ops.py` ("as
-sorted") and `scripts/bench_stream.py`."""
+sorted"), `scripts/bench_stream.py` and `scripts/bench_layers.py`."""
 
 from ops.triton_cpu import DEVICE  # isort: skip
 
@@ -11,7 +11,7 @@ import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffusiongemma.ops import experts_triton, kernels, routing, tiles
+from diffusiongemma.ops import experts_triton, kernels, pairs_gluon, routing, tiles
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.stream_gluon import MOST, ROUNDS
 from diffusiongemma.ops.tiles import Shape
@@ -43,6 +43,29 @@ print(json.dumps(facts(compiled(source, num_warps=4, maxnreg=112))))
 """
 
 
+PAIRS = """
+import json
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from diffusiongemma.ops.pairs_gluon import FEW, LAG, REGISTERS, STAGES, pairs_kernel
+from ops.hopper import aligned, compiled, facts
+
+lines, rows = (gl.NVMMASharedLayout(width, 8, 2) for width in (128, 64))
+tile = f"tensordesc<u8[32, 128],{lines!r}>"
+types = dict(x="*fp8e4nv", x_scale="*fp32", w_up=tile, up_scale="*i32", w_down=tile, down_scale="*i32", hidden="*bf16",
+             rounded="*fp8e4nv", h_rows=f"tensordesc<fp8e4nv[16, 64],{rows!r}>", h_scale="*fp32", out="*bf16",
+             order="*i32", share="*fp32", counts="*i32", beyond="*i32", marks="*i32", each="i32")
+known = dict(D=256, I=192, APART=384, TOP_K=2, EXPERTS=16, T=32, STAGES=STAGES, LAG=LAG, FEW=FEW)
+kinds = {name: types.get(name, "constexpr") for name in pairs_kernel.arg_names}
+source = GluonASTSource(pairs_kernel, kinds, known, aligned(kinds))
+print(json.dumps(facts(compiled(source, num_warps=4, maxnreg=REGISTERS))))
+"""
+SLIM = max(
+    tiles.shared_bytes(Shape("fp8", 2816, 2816, 0, False, 256), tiles.SLIM),
+    tiles.shared_bytes(Shape("fp8", 2816, 2112, 0, True, 256), tiles.SLIM_GATED),
+)
+
+
 @pytest.mark.parametrize(("kind", "block"), [("fp8e4nv", 32), ("bf16", 32), ("fp8e4nv", 64), ("bf16", 64)])
 def test_compiles_for_hopper_and_leaves_room_beside_it(kind: str, block: int) -> None:
     found = hopper.run(COMPILE, kind, block)
@@ -55,11 +78,22 @@ def test_compiles_for_hopper_and_leaves_room_beside_it(kind: str, block: int) ->
     assert not found["serialised"], "the tensor cores wait after every product"
     assert found["told"]
     assert not found["unguarded"], "told before all warps are there"
-    slim = max(
-        tiles.shared_bytes(Shape("fp8", 2816, 2816, 0, False, 256), tiles.SLIM),
-        tiles.shared_bytes(Shape("fp8", 2816, 2112, 0, True, 256), tiles.SLIM_GATED),
-    )
-    assert found["shared"] + slim + 2048 <= 228 << 10, "the dense MLP does not fit beside it"
+    assert found["shared"] + SLIM + 2048 <= 228 << 10, "the dense MLP does not fit beside it"
+
+
+def test_4_bit_experts_compile_for_hopper_and_leave_room_beside_two_programs() -> None:
+    found = hopper.run(PAIRS)
+    assert found["threads"] == 256, "one group that multiplies, and four single warps"
+    assert found["waits"] == 5, "every part waits by itself for the launch before"
+    assert found["products"]
+    assert found["copies"]
+    assert found["spilled"] <= 16, "numbers go to memory for want of registers"
+    assert not found["serialised"], "the tensor cores wait after every product"
+    assert found["told"]
+    assert not found["unguarded"], "told before all warps are there"
+    assert pairs_gluon.PROGRAMS * (found["shared"] + 1024) + SLIM + 1024 <= 228 << 10, "the dense MLP does not fit"
+    left = (64 << 10) - pairs_gluon.PROGRAMS * found["threads"] * pairs_gluon.REGISTERS
+    assert left >= 16 << 10, "… for want of registers"
 
 
 def weights(dtype: torch.dtype, hidden: int = 256, width: int = 192) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,7 +108,11 @@ def test_which_experts_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert experts_triton.streams(32, *weights(FP8))
     assert experts_triton.streams(64, *weights(torch.bfloat16))
     assert not experts_triton.streams(160, *weights(FP8)), "blocks of many rows"
-    assert not experts_triton.streams(32, *weights(torch.uint8)), "4-bit weights"
+    up, down = (torch.empty(16, tiles, groups, 64, 64, dtype=torch.uint8) for tiles, groups in ((3, 4), (2, 3)))
+    assert experts_triton.streams(32, up, down)
+    assert not experts_triton.streams(64, up, down), "4-bit weights of two users"
+    assert not experts_triton.streams(32, up[..., :32], down[..., :32]), "groups of 32"
+    assert not experts_triton.streams(32, torch.empty(16, 15, 4, 64, 64, dtype=torch.uint8), down), "too wide"
     assert not experts_triton.streams(32, weights(FP8)[0], weights(torch.bfloat16)[1]), "two formats"
     assert not experts_triton.streams(32, *weights(FP8, hidden=192)), "the second product in tiles of 128"
     assert not experts_triton.streams(32, *weights(FP8, width=96)), "the first one in tiles of 64"
@@ -140,10 +178,20 @@ def test_the_work_ends_in_any_order(data: st.DataObject) -> None:
     sizes = {"down": draw(st.sampled_from((1, 2, 7))), "up_steps": draw(st.sampled_from((1, 2, 7))),
              "down_steps": draw(st.sampled_from((1, 3))), "stages": draw(st.sampled_from((2, 3, 6))),
              "quant": draw(st.integers(0, 1))}  # fmt: skip
+    if draw(st.booleans()):  # 4-bit weights
+        sizes |= {"quant": 1, "lag": draw(st.integers(1, sizes["stages"] - 1))}
     made = work(rows, experts, up, **sizes)
     programs = draw(st.sampled_from((1, 2, 5, 12)))
     run(made, programs, draw(st.integers(1, programs)), draw(st.integers(0, 1000)))
     check(made)
+
+
+def test_rows_are_told_of_before_their_place_is_needed_again() -> None:
+    assert pairs_gluon.LAG < pairs_gluon.STAGES
+    run(made := work([True] * 3, 3, up_steps=7, lag=2), 2, 2, 0)
+    check(made)
+    with pytest.raises(AssertionError, match="everybody waits"):
+        run(work([True] * 3, 3, up_steps=7, lag=3), 2, 2, 0, patience=1000)
 
 
 def test_who_rounds_must_remember_all_tiles_of_a_block() -> None:

@@ -52,6 +52,7 @@ from diffusiongemma.ops.stream_gluon import (
     plan_part,
     ring_barriers,
     round_part,
+    store_rows,
 )
 
 STAGES = {32: 6, 64: 5}  # for blocks of so many rows: 120 KB, so that the dense MLP fits beside it
@@ -81,14 +82,6 @@ def _multiply(ring, xs, ready, free, place, mma: gl.constexpr, STEPS: gl.constex
     one, two = warpgroup_mma_wait(0, deps=(one, two))
     mbarrier.arrive(free.index(last), count=1)
     return one, two
-
-
-@gluon.jit
-def _store(sums, to, ok, wide: gl.constexpr):
-    """sums [64, T] -> T rows of 64 bfloat16 numbers, which are to stay in the L2 cache until they are read, though
-    hundreds of megabytes of weights go through it"""
-    rows = gl.convert_layout(gl.permute(sums.to(gl.bfloat16), (1, 0)), wide)
-    gl.store(to, rows, mask=ok, eviction_policy="evict_last")
 
 
 @gluon.jit
@@ -130,7 +123,7 @@ def _sums_part(x_scale, up_scale, down_scale, hidden, h_scale, out, order, share
                 y = 1.5957691216057308 * (one + 0.044715 * one * one * one)
                 one = one * (1 / (1 + gl.exp(-y))) * two
                 to = hidden + gl.expand_dims((start + row).to(gl.int64) * I, 1) + (tile * 64 + column)
-                _store(one, to, store, wide)
+                store_rows(one, to, store, wide)
                 barrier()
                 gl.atomic_add(flags + at // UP, 1, sem="acq_rel", scope="gpu")
             else:
@@ -150,8 +143,8 @@ def _sums_part(x_scale, up_scale, down_scale, hidden, h_scale, out, order, share
                     one = one * gl.expand_dims(w_one, 1)
                     two = two * gl.expand_dims(w_two, 1)
                 to = out + gl.expand_dims(target.to(gl.int64) * D, 1) + (tile * 128 + column)
-                _store(one * gl.expand_dims(factor, 0), to, store, wide)
-                _store(two * gl.expand_dims(factor, 0), to + 64, store, wide)
+                store_rows(one * gl.expand_dims(factor, 0), to, store, wide)
+                store_rows(two * gl.expand_dims(factor, 0), to + 64, store, wide)
             may ^= 1
         whose ^= 1
         at, start, end, place, slot, turn = hear(box, told, heard, slot, turn, MOST)

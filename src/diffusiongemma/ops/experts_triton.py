@@ -35,12 +35,16 @@ def supported(device: torch.device, up: Tensor, down: Tensor) -> str | None:
 
 
 def streams(block: int, up: Tensor, down: Tensor) -> bool:
-    """Can these experts, [E, 2 I, D] and [E, D, I], be streamed for pairs in blocks of so many rows? (Those that
-    `experts_gluon.STAGES` knows, which may not be importable here.)"""
-    hidden, width = down.shape[1:3]
-    if up.dtype != down.dtype or up.dtype not in (torch.bfloat16, FP8) or block not in (32, 64):
+    """Can these experts, of [E, 2 I, D] and [E, D, I], be streamed for pairs in blocks of so many rows? (Those that
+    `experts_gluon.STAGES` and `pairs_gluon.ROWS` know, which may not be importable here.)"""
+    if up.dtype != down.dtype:
         return False
-    return hidden % 128 == 0 and width % 64 == 0 and width <= WIDEST and gluon(up.device)
+    if up.dtype == torch.uint8:  # as `int4.pack_pairs` has them: of whole tiles
+        fits, width = block == 32 and up.shape[-1] == down.shape[-1] == 64, 64 * up.shape[1]
+    else:
+        (hidden, width), known = down.shape[1:3], up.dtype in (torch.bfloat16, FP8)
+        fits = known and block in (32, 64) and hidden % 128 == 0 and width % 64 == 0
+    return fits and width <= WIDEST and gluon(up.device)
 
 
 @triton.jit
@@ -91,14 +95,26 @@ def experts_pairs(x: Rows, index: Tensor, weight: Tensor, up_q: Tensor, up_scale
     if few and len(index) <= few_triton.FEW:
         return few_triton.experts_few(x, index, weight, up_q, up_scale, down_q, down_scale)
     if stream and placed is not None and streams(placed.block, up_q, down_q):
-        from diffusiongemma.ops.experts_gluon import experts_streamed
-
-        return experts_streamed(rows_for(x, up_q), placed, up_q, up_scale, down_q, down_scale)
+        return _streamed(rows_for(x, up_q), placed, up_q, up_scale, down_q, down_scale)
     experts = up_q.shape[0]
     routing = placed or route(index, experts, block_rows(index.numel(), experts, format_of(up_q)))
     hidden = gate_up(rows_for(x, up_q), routing, up_q, up_scale)
     share = weight.float() if placed is None else placed.share
     return down(hidden, routing, share, down_q, down_scale)
+
+
+def _streamed(
+    x: Rows, placed: Placed, up_q: Tensor, up_scale: Tensor | None, down_q: Tensor, down_scale: Tensor | None
+) -> Tensor:
+    if up_q.dtype != torch.uint8:
+        from diffusiongemma.ops.experts_gluon import experts_streamed
+
+        return experts_streamed(x, placed, up_q, up_scale, down_q, down_scale)
+    from diffusiongemma.ops.pairs_gluon import pairs_streamed
+
+    assert up_scale is not None
+    assert down_scale is not None
+    return pairs_streamed(x, placed, up_q, up_scale, down_q, down_scale)
 
 
 def experts_rows(x: Rows, index: Tensor, weight: Tensor, up_q: Tensor, up_scale: Tensor | None, down_q: Tensor,

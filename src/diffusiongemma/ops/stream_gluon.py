@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, attr-defined"
 # ruff: noqa: RUF059  (a message has four numbers, and not every part needs them all)
-"""What the parts of a kernel that streams experts have in common (`experts_gluon.py`): the order of the tiles, the
-mailboxes by which a part learns what comes next, and the rounding of rows between the two products. What comes before
-the mailboxes, all kernels in Gluon share.
+"""What the parts of kernels that stream experts have in common (`experts_gluon.py`, `pairs_gluon.py`): the order of the
+tiles, the mailboxes by which a part learns what comes next, the rounding of rows between the two products. What comes
+before the mailboxes, all kernels in Gluon share.
 
 A tile is 64 outputs of the first product with their gates, or 128 of the second, of one block of rows. Tiles are
 numbered: first those of the first product, block by block, then those of the second. A program takes the next number
@@ -21,16 +21,26 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
-# Names that Triton has changed since 3.6: a barrier of one part's warps, and copies to shared memory, by threads and of
-# whole tiles.
+# Names that Triton has changed since 3.6: a barrier of one part's warps, copies to shared memory, by threads and of
+# whole tiles, and another shape of that.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 bulk_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 MOST = gl.constexpr(2)  # tiles that are known ahead
 # The same for who rounds: more than a block has tiles of the first product (`experts_triton.WIDEST`), for a block is
 # rounded when all of them are there, and one program may have to make them all.
 ROUNDS = gl.constexpr(16)
+
+
+@gluon.jit
+def as_shape(memory, shape: gl.constexpr):
+    """The same shared memory in another shape"""
+    if _REINTERPRET:
+        return memory.reinterpret(memory.dtype, shape, memory.layout)
+    else:
+        return memory._reinterpret(memory.dtype, shape, memory.layout)
 
 
 @gluon.jit
@@ -168,10 +178,19 @@ def plan_part(box, told, heard, guess, guessed, unused, later, later_told, later
 
 
 @gluon.jit
+def store_rows(sums, to, ok, wide: gl.constexpr):
+    """sums [64, T] -> T rows of 64 bfloat16 numbers, which are to stay in the L2 cache until they are read, though
+    hundreds of megabytes of weights go through it"""
+    rows = gl.convert_layout(gl.permute(sums.to(gl.bfloat16), (1, 0)), wide)
+    gl.store(to, rows, mask=ok, eviction_policy="evict_last")
+
+
+@gluon.jit
 def round_part(hidden, rounded, h_scale, later, told, heard, flags, I: gl.constexpr, APART: gl.constexpr,
                WIDTH: gl.constexpr, UP: gl.constexpr):  # fmt: skip
     """Rounds rows of `hidden` to fp8, where they lie: of the block of each tile that this program made, every UP-th
-    row, beginning with the tile's own, as soon as all tiles of the block are there. As `rows_triton.quantize_kernel`"""
+    row, beginning with the tile's own, as soon as all tiles of the block are there. In pieces of WIDTH, a power of two.
+    As `rows_triton.quantize_kernel`"""
     lay: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
     slot = 0
     phase = 0
@@ -186,14 +205,21 @@ def round_part(hidden, rounded, h_scale, later, told, heard, flags, I: gl.conste
                 pass
             for row in range(start + at % UP, end, UP):
                 line = hidden + row.to(gl.int64) * I
-                wide = gl.load(line + c, mask=c < I, other=0.0, cache_modifier=".cg").to(gl.float32)
-                s = gl.max(gl.abs(wide), 0) / 448.0
+                top = zero
+                for n in gl.static_range(0, I, WIDTH):
+                    wide = gl.load(line + n + c, mask=n + c < I, other=0.0, cache_modifier=".cg").to(gl.float32)
+                    top = gl.maximum(top, gl.abs(wide))
+                s = gl.max(top, 0) / 448.0
                 s = gl.where(s < 1.1754943508222875e-38, 1.0, s)
                 back = gl.div_rn(1.0, s)
-                near = wide * back
-                near = gl.fma(gl.fma(-near, s + zero, wide), back + zero, near)
                 gl.store(h_scale + row, s)
-                gl.store(rounded + row.to(gl.int64) * APART + c, near.to(gl.float8e4nv), mask=c < I)
+                # The n-th rounded number lies before the n-th that is read: later pieces are as they were.
+                for n in gl.static_range(0, I, WIDTH):
+                    if I > WIDTH:
+                        wide = gl.load(line + n + c, mask=n + c < I, other=0.0, cache_modifier=".cg").to(gl.float32)
+                    near = wide * back
+                    near = gl.fma(gl.fma(-near, s + zero, wide), back + zero, near)
+                    gl.store(rounded + row.to(gl.int64) * APART + n + c, near.to(gl.float8e4nv), mask=n + c < I)
             barrier()
             gl.atomic_add(flags + block, 1, sem="acq_rel", scope="gpu")
         at, start, end, place, slot, phase = hear(later, told, heard, slot, phase, ROUNDS)
