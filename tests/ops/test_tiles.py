@@ -71,6 +71,11 @@ def test_blocks_grow_with_the_tokens_of_an_expert(pairs: int, rows: int) -> None
     assert tiles.block_rows(pairs, 128, "pairs") == min(64, rows)
 
 
+def test_experts_that_may_be_streamed_have_64_rows_for_longer() -> None:
+    three_users = 3 * 256 * 8
+    assert [tiles.block_rows(three_users, 128, fmt) for fmt in ("fp8", "bf16", "int8")] == [64, 64, 128]
+
+
 @pytest.mark.parametrize(("tokens", "k", "experts", "block"), [(1, 2, 8, 16), (70, 3, 5, 16), (16, 4, 4, 16)])
 def test_capacity_is_reached_and_never_passed(tokens: int, k: int, experts: int, block: int) -> None:
     """The worst case: every expert has one row more than whole blocks."""

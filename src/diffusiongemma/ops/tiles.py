@@ -100,10 +100,11 @@ def step_of(fmt: Format, inputs: int) -> int:
 
 def block_rows(pairs: int, experts: int, fmt: Format | None = None) -> int:
     """Rows of an expert's block: enough that nearly all experts need one, for a second block reads the weights once
-    more. In fp8 a tile of 128 rows may have a quarter more beside it (measured there only). 4-bit weights, whose sums
-    take twice the registers, have at most 64."""
+    more. Experts that may be streamed have 64 for longer, because those of more rows are not. In fp8 a tile of 128 rows
+    may have a quarter more beside it (measured there only). 4-bit weights, whose sums take twice the registers, have at
+    most 64."""
     mean = pairs / experts
-    if mean <= 44 or fmt == "pairs":
+    if mean <= (50 if fmt in ("fp8", "bf16") else 44) or fmt == "pairs":
         return 16 if mean <= 4 else 32 if mean <= 20 else 64
     return 160 if mean > 100 and fmt == "fp8" else 128
 
