@@ -10,7 +10,7 @@ from runner_small import LIMITS, SMALL, run_all, small_network, tell_differences
 from runner_stage import TINY, check
 
 from diffusiongemma.engine import Request, SamplingParams
-from diffusiongemma.engine import lane as lane_module
+from diffusiongemma.engine import steps as steps_module
 from diffusiongemma.engine.fast import FastRunner
 from diffusiongemma.model import DiffusionGemma
 from diffusiongemma.model.backend import triton_ops
@@ -58,11 +58,11 @@ def _one_after_another(name: str, model: DiffusionGemma) -> None:
     asked, found = _requests(2 if TINY else 4), []
     for ahead in (True, False):
         runner = Spy(model, triton_ops(exact=True), replace(LIMITS, chunk=64 if TINY else None), ahead=ahead)
-        lane_module.OFTEN, often = 0, lane_module.OFTEN
+        steps_module.OFTEN, often = 0, steps_module.OFTEN
         try:
             found.append(run_all(model, runner, asked, every=2))
         finally:
-            lane_module.OFTEN = often
+            steps_module.OFTEN = often
         if ahead:
             check(f"{name}, one after another: steps with tokens of others", runner.mixed > 0, str(runner.mixed))
     check(f"{name}, one after another: as by a runner that waits", found[0] == found[1])
@@ -76,7 +76,7 @@ class Spy(FastRunner):
 
     def _depart(self, lane):  # type: ignore[no-untyped-def]
         super()._depart(lane)
-        self.mixed += sum(kind.before is not None and kind.before.rows < kind.rows for kind in lane._steps)
+        self.mixed += sum(kind.before is not None and kind.before.rows < kind.rows for kind in lane.steps._recorded)
 
     def _commit_ahead(self, *args):  # type: ignore[no-untyped-def]
         found = super()._commit_ahead(*args)

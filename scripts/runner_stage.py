@@ -42,7 +42,8 @@ from diffusiongemma.diffusion import (
     StableAndConfident,
 )
 from diffusiongemma.engine import slate
-from diffusiongemma.engine.lane import Kind, Lane
+from diffusiongemma.engine.lane import Lane
+from diffusiongemma.engine.steps import Kind
 from diffusiongemma.model import CacheRow
 from diffusiongemma.model.pool import PoolRow
 from diffusiongemma.ops import kernels

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diffusiongemma.engine import End, Engine, Event, Limits, Request, SamplingParams, fast
-from diffusiongemma.engine import lane as lane_module
+from diffusiongemma.engine import steps as steps_module
 from diffusiongemma.engine.fast import FastRunner
 from diffusiongemma.engine.graphs import uncollected
 from diffusiongemma.engine.lane import Lane
@@ -82,7 +82,7 @@ def watched(engine: Engine) -> Iterator[list[str]]:
 
 
 def test_a_block_is_committed_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lane_module, "OFTEN", 0)
+    monkeypatch.setattr(steps_module, "OFTEN", 0)
     orders = []
     for turns in (True, False):
         with turning(turns), make_engine(ahead=True) as engine, watched(engine) as found:
@@ -320,7 +320,7 @@ def test_a_recording_that_fails_leaves_other_turns_as_they_were() -> None:
 def test_without_memory_to_record_a_turn_there_are_two_passes(
     users: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lane_module, "OFTEN", 0)
+    monkeypatch.setattr(steps_module, "OFTEN", 0)
     asked = [asks(seed, ends=False) for seed in range(users)]
     with make_engine(ahead=True) as engine, make_engine(ahead=False) as other, watched(engine) as found:
         runner = engine.scheduler.runner
@@ -351,7 +351,7 @@ def test_who_steps_takes_along_what_others_have_to_encode(monkeypatch: pytest.Mo
     asked = [asks(seed, 64, ends=False, steps=5) for seed in range(6)]
     counted = []
     for often in (0, 1, 1000):
-        monkeypatch.setattr(lane_module, "OFTEN", often)
+        monkeypatch.setattr(steps_module, "OFTEN", often)
         with make_engine(ahead=True) as engine, make_engine(ahead=False) as other, watched(engine) as found:
             assert one_by_one(engine, asked, 3) == one_by_one(other, asked, 3)
         counted.append((found.count("turn"), found.count("encode")))
@@ -382,7 +382,7 @@ def test_the_same_is_told_to_who_comes_at_any_time(
     found = []
     for ahead in (True, False):
         with pytest.MonkeyPatch.context() as patch, make_engine(ahead, chunk) as engine:
-            patch.setattr(lane_module, "OFTEN", often)
+            patch.setattr(steps_module, "OFTEN", often)
             engine.scheduler.runner.patience = 2  # as on a card
             found.append(one_by_one(engine, asked, every))
             assert engine.scheduler.reserved == 0

@@ -24,7 +24,7 @@ from diffusiongemma.bench.subject import Subject
 from diffusiongemma.bench.timing import BELIEVED, Outcome, Rows, note, slope
 from diffusiongemma.engine import Engine
 from diffusiongemma.engine.fast import FastRunner
-from diffusiongemma.engine.lane import SELDOM
+from diffusiongemma.engine.steps import SELDOM
 from diffusiongemma.errors import DiffusionGemmaError
 
 # The stop rule is asked after every step and never satisfied.

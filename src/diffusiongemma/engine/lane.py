@@ -9,7 +9,6 @@ pass goes into cache rows. Where that is a block that was not read yet, they mus
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,34 +18,16 @@ from torch import Tensor
 
 from diffusiongemma.diffusion import Canvas, Denoiser
 from diffusiongemma.diffusion.batch import Board, Outcome, unfit
-from diffusiongemma.engine import slate
 from diffusiongemma.engine.graphs import Mailbox, Work
 from diffusiongemma.engine.sequence import Block, Sequence
 from diffusiongemma.engine.slate import Parcel, Slate
+from diffusiongemma.engine.steps import Kind, Steps
 from diffusiongemma.model.fused import Batch
 from diffusiongemma.model.pool import PoolRow
 from diffusiongemma.ops.attention_cached import New
 
-log = logging.getLogger(__name__)
 WARM = 0.4  # a canvas that gets no colder than that leaves the vocabulary end less to do
-FEW_ROWS = 8  # steps of so many canvases are recorded at once
-# … of more canvases after so many, and so are steps with what others have to encode, which are two passes before: on
-# the H200 a step whose kernels are launched one by one takes 60 ms, recording it three times that.
-SELDOM, OFTEN = 4, 16
 HOPE = 4.0  # a canvas whose mean entropy is this many times what would end it is not expected to end with the next step
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What a step is recorded for. With our own kernels nothing of it shows in a canvas: its bits do not depend on its
-    neighbours."""
-
-    rows: int
-    reach: int  # `CachePool.reach_for` the longest cache row
-    before: slate.Kind | None = None  # what is encoded in the same pass: blocks or prompts, mostly of these canvases
-
-    def __str__(self) -> str:
-        return f"a step of {self.rows} over {self.reach} tokens{f', and {self.before}' if self.before else ''}"
 
 
 @dataclass(frozen=True)
@@ -72,7 +53,7 @@ class Lane:
         `usual`: canvases of this width are sure to come again."""
         network, self.slate = slate.network, slate
         config, device = network.config, network.device
-        self.network, self.recorder, self.width, self.warm = network, slate.recorder, width, warm
+        self.network, self.width, self.warm = network, width, warm
         self.ruled, self.usual = ruled, usual
         self.board = Board.empty(rows, width, config.hidden_size, config.vocab_size, network.dtype, device)
         self.offsets = torch.zeros(config.num_hidden_layers, rows, dtype=torch.int32, device=device)
@@ -80,9 +61,7 @@ class Lane:
         self._within = torch.arange(width, dtype=torch.int32, device=device)
         self._begin = torch.arange(0, rows * width + 1, width, dtype=torch.int32, device=device)
         self._mailbox = Mailbox(self.board.out)
-        self._steps: dict[Kind, Work] = {}
-        self._taken: dict[Kind, int] = {}  # steps that were not worth recording yet, and would have been taken
-        self._apart: set[Kind] = set()  # … for which there was no memory
+        self.steps = Steps(self._record, self.step, usual)
         self._seats: list[tuple[Sequence, Canvas]] = []  # who has which row of the board, and at which canvas
         self._rows: list[tuple[int, int, int]] = []  # where the cache row of each lies, as the device knows it
         self._moves = -1
@@ -154,7 +133,7 @@ class Lane:
         """One step of all that are seated; `parcel`: what is encoded in the same pass, before it. Its rows grow."""
         self._tell_rows()
         kind = self.kind(parcel)
-        work = self._work(kind)
+        work = self.steps.work(kind)
         if parcel is not None and kind.before is not None:
             self.slate.put(parcel, kind.before)
             self._tell_rows()
@@ -164,22 +143,7 @@ class Lane:
     def takes(self, parcel: Parcel) -> bool:
         """Should this go with the next step of those who are seated?"""
         self._tell_rows()
-        kind = self.kind(parcel)
-        if kind in self._apart:
-            return False
-        if self._is_due(kind):
-            return self._can_record(kind)
-        if odd := self._is_odd(kind):
-            self._taken[kind] = self._taken.get(kind, 0) + 1
-        return not odd
-
-    def _can_record(self, kind: Kind) -> bool:
-        try:
-            self.recorded(kind)
-        except torch.OutOfMemoryError:
-            log.warning("two passes instead of one: no memory to record %s", kind)
-            self._apart.add(kind)
-        return kind not in self._apart
+        return self.steps.takes(self.kind(parcel))
 
     def succeed(self, following: list[Block]) -> Tensor:
         """With the last step of all that are seated under way (`ending`): the canvases that follow take their seats ->
@@ -204,31 +168,16 @@ class Lane:
         reach = max(before.reach, self.network.pool.reach_for(max(grown)))
         return Kind(rows, reach, before._replace(reach=reach))
 
-    def _is_due(self, kind: Kind) -> bool:
-        """Is it worth recording?"""
-        often = OFTEN if self._is_odd(kind) else SELDOM if kind.rows > FEW_ROWS else 0
-        return kind in self._steps or self._taken.get(kind, 0) >= often
-
-    def _is_odd(self, kind: Kind) -> bool:
-        """Does it take something along, and may never come again?"""
-        return kind.before is not None and (kind.before.rows != kind.rows or not self.usual)
-
-    def _work(self, kind: Kind) -> Work:
-        """A step of this kind: the function itself, until it has been asked for often enough."""
-        if self._is_due(kind):
-            return self.recorded(kind)
-        self._taken[kind] = self._taken.get(kind, 0) + 1
-        return partial(self.step, kind)
-
     def recorded(self, kind: Kind) -> Work:
         """The step of this kind, ready to be replayed."""
-        if kind not in self._steps:
-            board = self.board
-            changed = (board.tokens, board.soft, board.previous, board.counts, board.out)
-            name = f"{kind}{'' if self.warm else ', cold'}{' with rules' if self.ruled else ''}"
-            self.slate.rest()
-            self._steps[kind] = self.recorder.record(name, partial(self.step, kind), changed)
-        return self._steps[kind]
+        return self.steps.recorded(kind)
+
+    def _record(self, kind: Kind) -> Work:
+        board = self.board
+        changed = (board.tokens, board.soft, board.previous, board.counts, board.out)
+        name = f"{kind}{'' if self.warm else ', cold'}{' with rules' if self.ruled else ''}"
+        self.slate.rest()
+        return self.slate.recorder.record(name, partial(self.step, kind), changed)
 
     @torch.inference_mode()
     def step(self, kind: Kind) -> None:

@@ -1,0 +1,85 @@
+"""Which steps of a lane are recorded, and when: one for every number of canvases and reach, and for what is encoded in
+the same pass. On the H200 a step whose kernels are launched one by one takes 60 ms, recording it three times that."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from diffusiongemma.engine import slate
+from diffusiongemma.engine.graphs import Work
+
+log = logging.getLogger(__name__)
+FEW_ROWS = 8  # steps of so many canvases are recorded at once
+SELDOM = 4  # … of more, after so many that were not
+OFTEN = 16  # … with tokens that may never come in this number again, when that has been wanted so often
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a step is recorded for. With our own kernels nothing of it shows in a canvas: its bits do not depend on its
+    neighbours."""
+
+    rows: int
+    reach: int  # `CachePool.reach_for` the longest cache row
+    before: slate.Kind | None = None  # what is encoded in the same pass: blocks or prompts, mostly of these canvases
+
+    def __str__(self) -> str:
+        return f"a step of {self.rows} over {self.reach} tokens{f', and {self.before}' if self.before else ''}"
+
+
+class Steps:
+    def __init__(self, record: Callable[[Kind], Work], step: Callable[[Kind], None], usual: bool) -> None:
+        """`step` takes one, `record` makes it ready to be replayed. `usual`: the lane's canvases are sure to come
+        again."""
+        self._record, self._step, self._usual = record, step, usual
+        self._recorded: dict[Kind, Work] = {}
+        self._wanted: dict[Kind, int] = {}  # how often, before it was worth recording
+        self._without: set[Kind] = set()  # those for which there was no memory
+
+    def work(self, kind: Kind) -> Work:
+        """A step of this kind: the function itself, until it has been wanted often enough."""
+        if self._is_due(kind):
+            return self.recorded(kind)
+        self._want(kind)
+        return partial(self._step, kind)
+
+    def recorded(self, kind: Kind) -> Work:
+        if kind not in self._recorded:
+            self._recorded[kind] = self._record(kind)
+        return self._recorded[kind]
+
+    def takes(self, kind: Kind) -> bool:
+        """Should what is encoded in a step of this kind go with it? Else it has a pass of its own, which is recorded
+        for all steps."""
+        if kind in self._without:
+            return False
+        if self._is_due(kind):
+            return self._can_record(kind)
+        if odd := self._is_odd(kind):
+            self._want(kind)
+        return not odd
+
+    def _can_record(self, kind: Kind) -> bool:
+        try:
+            self.recorded(kind)
+        except torch.OutOfMemoryError:
+            log.warning("two passes instead of one: no memory to record %s", kind)
+            self._without.add(kind)
+        return kind not in self._without
+
+    def _want(self, kind: Kind) -> None:
+        self._wanted[kind] = self._wanted.get(kind, 0) + 1
+
+    def _is_due(self, kind: Kind) -> bool:
+        """Is it worth recording?"""
+        often = OFTEN if self._is_odd(kind) else SELDOM if kind.rows > FEW_ROWS else 0
+        return kind in self._recorded or self._wanted.get(kind, 0) >= often
+
+    def _is_odd(self, kind: Kind) -> bool:
+        """Does it take along tokens of other rows, or of some of its own, or may its canvases never come again?"""
+        return kind.before is not None and (kind.before.rows != kind.rows or not self._usual)
