@@ -398,9 +398,31 @@ def test_a_prompt_that_others_wait_for_does_not_wait_for_a_step() -> None:
         for handle in handles:
             list(handle)
     assert found[0] == "encode"
-    with make_engine(ahead=True) as engine, watched(engine) as found:
-        all_at_once(engine, [replace(group[0], stable=len(group[0].prompt))])
-    assert found[0] == "encode"
-    with make_engine(ahead=True) as engine, watched(engine) as found:
-        all_at_once(engine, [replace(group[0], stable=2)])
-    assert found[:2] == ["encode", "turn"]
+    for count, stable, first in ((96, 4, ["encode", "step"]), (96, 2, ["encode", "turn"]), (48, 4, ["turn", "step"])):
+        with make_engine(ahead=True) as engine, watched(engine) as found:
+            all_at_once(engine, [replace(asks(1, count, ends=False), stable=stable)])
+        assert found[:2] == first, "a text of 48 tokens remembers its beginning by itself"
+
+
+def test_a_prompt_whose_rest_waits_is_kept_once() -> None:
+    kept = list[int]()
+    asked = replace(asks(1, prompt=75, ends=False), stable=70)
+    with make_engine(ahead=True) as engine:
+        prefixes = engine.scheduler.prefixes
+        put = prefixes.put
+        prefixes.put = lambda tokens, row: (kept.append(len(tokens)), put(tokens, row))[1]  # type: ignore[method-assign]
+        all_at_once(engine, [asked])
+    assert kept == [70, 75 + 32]
+
+
+def test_a_turn_has_no_more_tokens_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that fill up what is encoded included."""
+    monkeypatch.setattr(steps_module, "OFTEN", 0)
+    with make_engine(ahead=True) as engine:
+        runner = engine.scheduler.runner
+        assert isinstance(runner, FastRunner)
+        sizes, turn = list[int](), runner.network.turn
+        runner.network.turn = lambda *given: (sizes.append(len(given[0]) + len(given[2])), turn(*given))[1]  # type: ignore[method-assign]
+        all_at_once(engine, [asks(seed, ends=False, prompt=258 if not seed else 4) for seed in range(10)])
+        assert sizes
+        assert max(sizes) <= runner.room

@@ -32,7 +32,8 @@ def measure_e2e(
         for i in range(1 + repeat):  # a fresh prompt each time, so that nothing is kept from before; the first warms up
             request = make_request(random_tokens(engine, prefix, seed=1 + i), wanted, seed=i, **options)
             ran.append(together(engine, [request]))
-        reading_seconds(engine, prefix, 99)  # warms up
+        for alone in (True, False):
+            reading_seconds(engine, prefix, 98 + alone, alone)  # warms up
         prefill = statistics.median(reading_seconds(engine, prefix, 100 + i) for i in range(repeat))
         added = statistics.median(reading_seconds(engine, prefix, 200 + i, False) for i in range(repeat))
         chunk = engine.scheduler.chunk

@@ -105,7 +105,9 @@ class FastRunner(Runner):
         if self._launch(self.drawing, drawing):
             self._land([self.drawing])
         later = [(sequence, tokens) for sequence, tokens in rest if self.ahead and _can_wait(sequence, len(tokens))]
-        if not self._few([*self._waiting, *later], len(self._waiting) + len(later)):
+        all_waiting = [*self._waiting, *later]
+        stepping = len(all_waiting) * self.model.config.canvas_length
+        if stepping + sum(len(tokens) for _, tokens in all_waiting) > self._most:
             later = []
         waits = {id(sequence) for sequence, _ in later}
         if now := [(sequence, tokens) for sequence, tokens in rest if id(sequence) not in waits]:
@@ -115,10 +117,10 @@ class FastRunner(Runner):
             sequence.metrics.encoder_forwards += 1
             sequence.encoded()
 
-    def _few(self, work: Seq[Work], canvases: int, width: int | None = None) -> bool:
-        """Is one pass of these tokens and a step of so many canvases quicker than two, and is there memory for it?"""
-        stepping = canvases * (width or self.model.config.canvas_length)
-        return stepping + sum(len(tokens) for _, tokens in work) <= min(TURN, self.room)
+    @property
+    def _most(self) -> int:
+        """Tokens of a pass that encodes and steps: of no more it is quicker than two, and there is memory for it."""
+        return min(TURN, self.room)
 
     @torch.inference_mode()
     def denoise(self, sequences: Seq[Sequence]) -> None:
@@ -155,9 +157,8 @@ class FastRunner(Runner):
 
     def _depart(self, lane: Lane) -> None:
         """A step of all who are seated, in one pass with what waits to be encoded, if that pays"""
-        waiting = self._still_waiting()
-        parcel = self._parcel(waiting)
-        if parcel and not (self._few(waiting, len(lane.passengers), lane.width) and lane.takes(parcel)):
+        parcel = self._parcel(self._still_waiting())
+        if parcel and not lane.takes(parcel, self._most):
             self.slate.remember(*parcel)
             parcel = None
         lane.launch(parcel)
@@ -202,7 +203,7 @@ class FastRunner(Runner):
         rows = [sequence.row for sequence in ending if sequence.row is not None]
         if not rows or len(rows) != waiting or len(rows) * lanes[0].width > self.room:
             return []
-        lane, few = lanes[0], 2 * len(rows) * lanes[0].width <= min(TURN, self.room)
+        lane, few = lanes[0], 2 * len(rows) * lanes[0].width <= self._most
         outgrown = [row for row in rows if row.length + lane.width > row.ring]
         if outgrown and not few:
             return []  # a row must be able to forget its block again, and it is much that would have to be put aside
@@ -213,7 +214,7 @@ class FastRunner(Runner):
         parcel = Parcel(lane.board.previous[: len(rows)].flatten(), rows, [lane.width] * len(rows))
         if few and all(map(lane.fits, following)):
             blocks = parcel._replace(tokens=lane.succeed(following).flatten())
-            if lane.takes(blocks):
+            if lane.takes(blocks, self._most):
                 lane.launch(blocks)
             else:
                 self.slate.remember(*blocks)
@@ -249,7 +250,7 @@ def _can_wait(sequence: Sequence, tokens: int) -> bool:
     the row as it is then"""
     if sequence.params.mode != "diffusion" or sequence.to_encode != tokens:
         return False
-    return bool(sequence.reply) or not (sequence.is_followed or sequence.request.stable == len(sequence.tokens))
+    return bool(sequence.reply) or not (sequence.is_followed or sequence.branch == len(sequence.tokens))
 
 
 def _put_aside(rows: Seq[CacheRow], count: int) -> bool:

@@ -140,10 +140,13 @@ class Lane:
         work()
         self.flights.append(Flight(list(self._seats), self._mailbox.send(self.board.out[: kind.rows])))
 
-    def takes(self, parcel: Parcel) -> bool:
-        """Should this go with the next step of those who are seated?"""
+    def takes(self, parcel: Parcel, most: int) -> bool:
+        """Should this go with the next step of those who are seated? `most`: tokens of a pass, those that fill it up
+        included"""
         self._tell_rows()
-        return self.steps.takes(self.kind(parcel))
+        kind = self.kind(parcel)
+        assert kind.before is not None
+        return kind.rows * self.width + kind.before.size <= most and self.steps.takes(kind)
 
     def succeed(self, following: list[Block]) -> Tensor:
         """With the last step of all that are seated under way (`ending`): the canvases that follow take their seats ->

@@ -83,8 +83,9 @@ class Scheduler:
         self._drop_cancelled()
         self._admit()
         if work := self._next_chunks():
+            stable = [sequence for sequence, tokens in work if sequence.reaches_branch(len(tokens))]
             self.runner.encode(work)
-            self._keep_snapshots([sequence for sequence, _ in work])
+            self._keep_snapshots(stable)
         self._join()
         if canvases := self._canvases([sequence for sequence, _ in work]):
             self.runner.denoise(canvases)
@@ -186,11 +187,10 @@ class Scheduler:
         """A copy where a later turn will branch off, if the row itself will soon have forgotten that point."""
         for sequence in sequences:
             row, stable = sequence.row, sequence.request.stable
-            if row is None or stable == 0 or row.length != stable or sequence.reply:
-                continue
+            assert row is not None
+            assert row.length == stable, "a prompt that is to be kept waits for no step"
             size = CacheRow.bytes_for(self.config, stable, self.runner.dtype)
-            outgrows = sequence.max_length > row.ring
-            if outgrows and self._make_room(size):
+            if self._make_room(size):
                 self.prefixes.put(sequence.tokens[:stable], row.fork(stable))
 
     def _make_room(self, size: int) -> bool:

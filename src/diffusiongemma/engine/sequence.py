@@ -117,9 +117,19 @@ class Sequence:
         assert self.row is not None
         start = self.row.length
         stop = min(len(self.tokens), start + size)
-        if start < self.request.stable < stop:
-            stop = self.request.stable
+        if start < self.branch < stop:
+            stop = self.branch
         return self.tokens[start:stop]
+
+    @property
+    def branch(self) -> int:
+        """Where a later turn will branch off, if the row will have forgotten that point by its end; 0: nowhere"""
+        assert self.row is not None
+        return self.request.stable if self.max_length > self.row.ring else 0
+
+    def reaches_branch(self, count: int) -> bool:
+        """Is a copy worth keeping of what is there with the next `count` tokens?"""
+        return self.row is not None and not self.reply and 0 < self.branch == self.row.length + count
 
     def admit(self, row: CacheRow, reused: int) -> None:
         self.row = row

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 
 from diffusiongemma.checkpoint.progress import shown
@@ -16,14 +17,15 @@ from diffusiongemma.engine.worker import Handle
 from diffusiongemma.errors import DiffusionGemmaError
 from diffusiongemma.model import CacheRow
 
-TEXTS = ((64, 2), (512, 1))  # tokens of the prompt, and blocks
+SHORT, LONG = 64, 512  # tokens of a prompt
 STEPS = 3
 
 
 def prepare(engine: Engine, progress: bool | None = None) -> list[str]:
-    """Begin two short texts -> what was recorded for them: a step, and one with a prompt, a long one, or a block before
-    it. The kernels of these are compiled then (Triton keeps them for the next start); what only others need is recorded
-    when they come. Without a card there is little to do. `progress`: a line on stderr; None: on terminals only."""
+    """Begin a few texts -> what was recorded for them: a step, and one with a prompt, a long one, or a block before it;
+    and prompts in passes of their own, as those of long texts are, of which a copy is kept. The kernels of these are
+    compiled then (Triton keeps them for the next start); what only others need is recorded when they come. Without a
+    card there is little to do. `progress`: a line on stderr; None: on terminals only."""
     runner, found = engine.scheduler.runner, list[str]()
     if not isinstance(runner, FastRunner):
         engine.generate([1], max_new_tokens=1, steps=1, seed=0, canvas=1)
@@ -36,34 +38,39 @@ def prepare(engine: Engine, progress: bool | None = None) -> list[str]:
 
         before, runner.recorder.listener = runner.recorder.listener, hear
         try:
-            for prompt, blocks in TEXTS:
-                _begin(engine, runner, prompt, blocks)
+            _begin(engine, runner, SHORT, blocks=2)
+            _begin(engine, runner, LONG)
+            for prompt in (SHORT, LONG):
+                _begin(engine, runner, prompt, kept=True)
         finally:
             runner.recorder.listener = before
     return found
 
 
-def _begin(engine: Engine, runner: FastRunner, prompt: int, blocks: int) -> None:
-    """A text of so many blocks, up to the first step of the last; none, if there is no room for it: what shorter ones
-    need is recorded when they come"""
+def _begin(engine: Engine, runner: FastRunner, prompt: int, blocks: int = 1, kept: bool = False) -> None:
+    """A text of so many blocks (`kept`: of as many as it takes for the row to forget its beginning), up to the first
+    draft, or the first block; none, if there is no room for it: what shorter ones need is recorded when they come"""
     config, width = engine.model.config, engine.model.config.canvas_length
     given = {"canvas": width, "steps": STEPS, "early_stop": False, "redo": 0, "seed": 0, "stop": (), "logprobs": None}
-    params = SamplingParams.build(engine.params, mode="diffusion", max_new_tokens=blocks * width, **given)
-    length = prompt + blocks * width
+    limit = blocks * width if not kept else config.sliding_window + width
+    params = SamplingParams.build(engine.params, mode="diffusion", max_new_tokens=limit, stop_tokens=(), **given)
+    length = prompt + limit
     taken = CacheRow.bytes_for(config, length, runner.dtype)
     if length > config.max_position_embeddings or taken > engine.scheduler.limits.max_bytes:
         return
-    handles, events = queue.SimpleQueue[Handle](), queue.SimpleQueue[Event]()
+    handle, events = Future[Handle](), queue.SimpleQueue[Event]()
 
     def hear(event: Event) -> None:
         """On the engine's thread: the pass behind what is told is recorded by now, and nobody wants the text"""
         if not isinstance(event, End):
-            handle = handles.get()
-            handle.cancel()
-            handles.put(handle)  # another draft may be on its way
+            handle.result().cancel()  # waits for `submit` to have returned it
+        elif kept:
+            engine.scheduler.prefixes.clear()  # nobody else has been here
         events.put(event)
 
-    handles.put(engine.submit(Request((1,) * prompt, params, ends=False, drafts=blocks == 1), forward=hear))
+    drafts, stable = blocks == 1, prompt if kept else 0
+    request = Request((1,) * prompt, params, ends=False, drafts=drafts, stable=stable)
+    handle.set_result(engine.submit(request, forward=hear))
     while not isinstance(event := events.get(), End):
         pass
     if event.error:
@@ -77,11 +84,11 @@ def _line(progress: bool | None) -> Iterator[Callable[[str], None]]:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     told = list[str]()
     with shown(progress, *columns) as bar:
-        task = bar.add_task("compiling kernels", total=4)
+        task = bar.add_task("compiling kernels", total=6)
 
         def tell(name: str) -> None:
             bar.update(task, description=f"compiling and recording: {name}", completed=len(told))
             told.append(name)
 
         yield tell
-        bar.update(task, description=f"{len(told)} passes compiled and recorded", completed=4)
+        bar.update(task, description=f"{len(told)} passes compiled and recorded", completed=6)

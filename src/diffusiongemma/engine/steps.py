@@ -10,8 +10,8 @@ from functools import partial
 
 import torch
 
-from diffusiongemma.engine import slate
 from diffusiongemma.engine.graphs import Work
+from diffusiongemma.engine.slate import Kind as Encoding
 
 log = logging.getLogger(__name__)
 FEW_ROWS = 8  # steps of so many canvases are recorded at once
@@ -26,7 +26,7 @@ class Kind:
 
     rows: int
     reach: int  # `CachePool.reach_for` the longest cache row
-    before: slate.Kind | None = None  # what is encoded in the same pass: blocks or prompts, mostly of these canvases
+    before: Encoding | None = None  # what is encoded in the same pass: blocks or prompts, mostly of these canvases
 
     def __str__(self) -> str:
         return f"a step of {self.rows} over {self.reach} tokens{f', and {self.before}' if self.before else ''}"
@@ -60,9 +60,10 @@ class Steps:
             return False
         if self._is_due(kind):
             return self._can_record(kind)
-        if odd := self._is_odd(kind):
-            self._want(kind)
-        return not odd
+        if not self._is_odd(kind):
+            return True  # not recorded yet, but one pass: `work` counts it
+        self._want(kind)
+        return False
 
     def _can_record(self, kind: Kind) -> bool:
         try:

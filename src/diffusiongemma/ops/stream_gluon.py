@@ -217,6 +217,7 @@ def round_part(hidden, rounded, h_scale, later, told, heard, flags, I: gl.conste
                 for n in gl.static_range(0, I, WIDTH):
                     if I > WIDTH:
                         wide = gl.load(line + n + c, mask=n + c < I, other=0.0, cache_modifier=".cg").to(gl.float32)
+                        barrier()  # where one thread writes, another has read
                     near = wide * back
                     near = gl.fma(gl.fma(-near, s + zero, wide), back + zero, near)
                     gl.store(rounded + row.to(gl.int64) * APART + n + c, near.to(gl.float8e4nv), mask=n + c < I)
