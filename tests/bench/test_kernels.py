@@ -104,7 +104,8 @@ def test_kernels_that_announce_a_part_exist() -> None:
     }
     names = {name for name, _ in [*BEGIN, *HEADS, *MLP, *SPARSE, *END, *ONE]} - {VENDOR, TORCH}
     assert marks | names <= families().keys()
-    assert families()["experts_kernel"] == EXPERTS, "that of experts which are streamed, in Gluon"
+    streamed = families()["experts_kernel"], families()["pairs_kernel"]
+    assert streamed == (EXPERTS, EXPERTS), "those of experts which are streamed, in Gluon"
 
 
 def test_trace_of_the_profiler() -> None:
