@@ -30,8 +30,8 @@ from diffusiongemma.bench.floor import ATTENTION, CONDITIONING, DENSE, EXPERTS, 
 
 PRODUCT = "product"
 _FILES = {
-    "attention": ATTENTION, "heads": ATTENTION, "experts": EXPERTS, "pairs": EXPERTS, "routing": EXPERTS, "product": PRODUCT,
-    "int4": PRODUCT, "few": PRODUCT, "vocab": VOCABULARY, "weigh": VOCABULARY, "soft": VOCABULARY,
+    "attention": ATTENTION, "heads": ATTENTION, "experts": EXPERTS, "pairs": EXPERTS, "routing": EXPERTS,
+    "product": PRODUCT, "int4": PRODUCT, "few": PRODUCT, "vocab": VOCABULARY, "weigh": VOCABULARY, "soft": VOCABULARY,
 }  # fmt: skip
 _VENDOR = re.compile(r"gemm|nvjet|cutlass|xmma|gemv|splitk|cublas", re.IGNORECASE)
 
