@@ -5,6 +5,8 @@ sorted"), `scripts/bench_stream.py` and `scripts/bench_layers.py`."""
 from ops.triton_cpu import DEVICE  # isort: skip
 
 
+from typing import Any
+
 import pytest
 import torch
 import triton
@@ -66,18 +68,22 @@ SLIM = max(
 )
 
 
-@pytest.mark.parametrize(("kind", "block"), [("fp8e4nv", 32), ("bf16", 32), ("fp8e4nv", 64), ("bf16", 64)])
-def test_compiles_for_hopper_and_leaves_room_beside_it(kind: str, block: int) -> None:
-    found = hopper.run(COMPILE, kind, block)
-    parts = 6 if kind == "fp8e4nv" else 5  # without rounding there is one part fewer, and nobody's warps make it up
-    assert found["threads"] == 384, "two groups that multiply, and four single warps"
-    assert found["waits"] == parts, "every part waits by itself for the launch before"
+def check_code(found: dict[str, Any]) -> None:
     assert found["products"]
     assert found["copies"]
     assert found["spilled"] <= 16, "numbers go to memory for want of registers"
     assert not found["serialised"], "the tensor cores wait after every product"
     assert found["told"]
     assert not found["unguarded"], "told before all warps are there"
+
+
+@pytest.mark.parametrize(("kind", "block"), [("fp8e4nv", 32), ("bf16", 32), ("fp8e4nv", 64), ("bf16", 64)])
+def test_compiles_for_hopper_and_leaves_room_beside_it(kind: str, block: int) -> None:
+    found = hopper.run(COMPILE, kind, block)
+    parts = 6 if kind == "fp8e4nv" else 5  # without rounding there is one part fewer, and nobody's warps make it up
+    assert found["threads"] == 384, "two groups that multiply, and four single warps"
+    assert found["waits"] == parts, "every part waits by itself for the launch before"
+    check_code(found)
     assert found["shared"] + SLIM + 2048 <= 228 << 10, "the dense MLP does not fit beside it"
 
 
@@ -85,12 +91,7 @@ def test_4_bit_experts_compile_for_hopper_and_leave_room_beside_two_programs() -
     found = hopper.run(PAIRS)
     assert found["threads"] == 256, "one group that multiplies, and four single warps"
     assert found["waits"] == 5, "every part waits by itself for the launch before"
-    assert found["products"]
-    assert found["copies"]
-    assert found["spilled"] <= 16, "numbers go to memory for want of registers"
-    assert not found["serialised"], "the tensor cores wait after every product"
-    assert found["told"]
-    assert not found["unguarded"], "told before all warps are there"
+    check_code(found)
     assert pairs_gluon.PROGRAMS * (found["shared"] + 1024) + SLIM + 1024 <= 228 << 10, "the dense MLP does not fit"
     left = (64 << 10) - pairs_gluon.PROGRAMS * found["threads"] * pairs_gluon.REGISTERS
     assert left >= 16 << 10, "… for want of registers"
