@@ -285,6 +285,17 @@ def answer_with(page: Page, path: str, events: list[dict[str, Any]]) -> None:
     page.route(f"**{path}", fulfil)
 
 
+def keep_busy(page: Page, path: str) -> None:
+    """Requests to `path` take all of their steps: on a busy machine a canvas would settle before it can be stopped."""
+
+    def unstopped(route: Route) -> None:
+        body: dict[str, Any] = route.request.post_data_json
+        body["diffusion"] = {**body.get("diffusion", {}), "early_stop": False}
+        route.continue_(post_data=json.dumps(body))
+
+    page.route(f"**{path}", unstopped)
+
+
 def answer_chat(page: Page, text: str, drafts: list[dict[str, Any]] | None = None, finish: str = "stop") -> None:
     tokens = list(text)
     settled = draft(1, tokens, [0.0] * len(tokens), [True] * len(tokens))

@@ -9,7 +9,19 @@ from playwright.sync_api import Page, Route, expect
 from diffusiongemma.tasks.sudoku import HEAT, LOOKS, STEPS, turn
 from diffusiongemma.tasks.sudoku_levels import by_singles
 from diffusiongemma.tasks.sudoku_solver import is_solution, is_unique, parse
-from studio.stage import SHIPPED, Seen, Served, answer_with, draft, heard, listen, set_option, usage, wait_done
+from studio.stage import (
+    SHIPPED,
+    Seen,
+    Served,
+    answer_with,
+    draft,
+    heard,
+    keep_busy,
+    listen,
+    set_option,
+    usage,
+    wait_done,
+)
 
 PUZZLE = "530070000600195000098000060800060003400803001700020006060000280000419005000080079"
 SOLVED = "534678912672195348198342567859761423426853791713924856961537284287419635345286179"
@@ -185,7 +197,8 @@ def test_own_entry_by_keyboard(studio: Seen) -> None:
 def test_another_puzzle_while_one_is_solved(studio: Seen, served: Served) -> None:
     page = studio.page
     load(page)
-    set_option(page, "sudoku", steps=1000, entropy_bound=0.001)
+    keep_busy(page, "/v1/canvas/infill")
+    set_option(page, "sudoku", steps=1000)
     before = served.left()
     page.click("#panel-sudoku [data-go]")
     page.wait_for_selector("#sudoku-timeline .timeline:not([hidden])")

@@ -17,6 +17,7 @@ from studio.stage import (
     draft,
     drawn,
     heard,
+    keep_busy,
     listen,
     notice,
     noticed,
@@ -168,7 +169,8 @@ def test_stop_reaches_the_engine(studio: Seen, served: Served) -> None:
     page = studio.page
     page.click("#tab-svg")
     choose_mode(page, "diffusion")
-    set_option(page, "svg", steps=1000, entropy_bound=0.001)
+    keep_busy(page, "completions")  # with a chat template or without
+    set_option(page, "svg", steps=1000)
     before = served.left()
     page.click("#panel-svg [data-go]")
     page.wait_for_selector("#svg-timeline .timeline:not([hidden])")
