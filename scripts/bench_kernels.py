@@ -39,7 +39,7 @@ from diffusiongemma.ops.experts_triton import combine, experts_rows
 from diffusiongemma.ops.experts_triton import down as down_pairs
 from diffusiongemma.ops.few_triton import FEW, Piece, experts_few, few, mlp_few
 from diffusiongemma.ops.fused import Rows
-from diffusiongemma.ops.kernels import compiling, shared_memory
+from diffusiongemma.ops.kernels import card, compiling
 from diffusiongemma.ops.linear_triton import mlp
 from diffusiongemma.ops.product import weights
 from diffusiongemma.ops.product_triton import product
@@ -102,8 +102,8 @@ class Bench:
         if shape.key() in self.done:
             return
         self.done.add(shape.key())
-        limit = shared_memory(DEVICE)
-        wanted = [tile for tile in more(shape) if tiles.shared_bytes(shape, tile) <= limit]
+        limit = card(DEVICE).shared
+        wanted = [tile for tile in more(shape) if tiles.fits(shape, tile, limit)]
         if self.dry:
             for tile in wanted:
                 calls(tile)[0]()
@@ -480,7 +480,7 @@ def brief(tile: Tile) -> str:
 
 
 def short(shape: Shape) -> str:
-    return f"{brief(tiles.choose(shape, shared_memory(DEVICE)))} {'tuned' if shape.key() in tiles.TUNED else 'rule'}"
+    return f"{brief(tiles.choose(shape, card(DEVICE).shared))} {'tuned' if shape.key() in tiles.TUNED else 'rule'}"
 
 
 def profile(bench: Bench, fmt: str) -> None:

@@ -1,11 +1,12 @@
 # ruff: noqa: E402
 """Microseconds a layer of the 26B-A4B, with experts that are streamed and with two kernels: the same bits? How fast?
 
-    python3 scripts/bench_layers.py [--quant fp8|bf16|int4] [--layers 4] [--rounds 9]
+    python3 scripts/bench_layers.py [--quant fp8|bf16|int4] [--users 1,2] [--prompt 512] [--layers 4] [--rounds 9]
 
-Canvases of one and of two users over 512 tokens, and a prompt of 512, through a few layers of random weights: a CUDA
-graph each, replayed by turns, medians. (Weights that are not streamed take the same way twice.) The exit code is 1 if a
-bit differs. Without a GPU, --tiny checks the script itself, in Triton's interpreter.
+Canvases of so many users over 512 tokens, and a prompt, through a few layers of random weights: a CUDA graph each,
+replayed by turns, medians. Pairs are placed as on a card with memory to spare. (Weights that are not streamed take the
+same way twice.) The exit code is 1 if a bit differs. Without a GPU, --tiny checks the script itself, in Triton's
+interpreter.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ from diffusiongemma.model.quantize import Scheme, random_network
 from diffusiongemma.ops.attention_cached import New
 
 DEVICE = torch.device("cuda" if CUDA else "cpu")
-USERS, AT_ONCE = 2, 12
+AT_ONCE = 12
+MANY = ("two", "three", "four", "five", "six", "seven", "eight")
+NAMES = {1: "one user's canvas"} | {n: f"{word} users' canvases" for n, word in enumerate(MANY, 2)}
 
 
 def config_of(layers: int, tiny: bool) -> ModelConfig:
@@ -58,32 +61,49 @@ def recorded(recorder: Recorder, work: Callable[[], Tensor]) -> tuple[Callable[[
     return recorder.record("a pass", run), out
 
 
-@torch.inference_mode()
-def main() -> None:
+def users_of(text: str) -> list[int]:
+    """1,2 -> [1, 2]"""
+    users = [int(part) for part in text.split(",")]
+    if not NAMES.keys() >= set(users):
+        raise argparse.ArgumentTypeError(f"one to {MANY[-1]} users, not {text}")
+    return users
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quant", choices=("fp8", "bf16", "int4"), default="fp8")
+    parser.add_argument("--users", type=users_of, default=[1, 2], help="users at once, of each canvas pass")
+    parser.add_argument("--prompt", type=int, help="its tokens (512)")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     if not (CUDA or args.tiny):
         parser.error("there is no GPU: --tiny checks the script itself")
+    return args
+
+
+@torch.inference_mode()
+def main() -> None:
+    args = parse()
     config = config_of(args.layers, args.tiny)
     scheme = None if args.quant == "bf16" else Scheme.parse(args.quant, 64 if args.quant == "int4" else None)
     torch.manual_seed(0)
     model = random_network(config, scheme, DEVICE, torch.bfloat16, std=0.02)
-    limits = Limits(max_bytes=1 << (22 if args.tiny else 31), max_rows=USERS, chunk=16 if args.tiny else 2048)
+    most = max(args.users)
+    limits = Limits(max_bytes=1 << (22 if args.tiny else 31), max_rows=most, chunk=16 if args.tiny else 2048)
     runner = FastRunner(model, triton_ops(), limits, graphs=CUDA)
     network, (width, prefix) = runner.network, (8, 16) if args.tiny else (256, 512)
-    rows = [runner.new_row(prefix + width) for _ in range(USERS)]
-    x = torch.randn(USERS * prefix, config.hidden_size).to(DEVICE, model.dtype)
+    prompt = args.prompt or prefix
+    rows = [runner.new_row(max(prefix + width, prompt)) for _ in range(most)]
+    x = torch.randn(max(most * prefix, prompt), config.hidden_size).to(DEVICE, model.dtype)
 
     def batch_of(users: int, each: int, held: int) -> Batch:
-        numbers = {"dtype": torch.int32, "device": DEVICE}
+        numbers, reach = {"dtype": torch.int32, "device": DEVICE}, max(prefix + width, held + each)
         return Batch(
             runner.pool.offsets(rows[:users]).to(DEVICE), torch.full((users,), held, **numbers),
             torch.arange(held, held + each, **numbers).repeat(users),
-            New(torch.arange(users + 1, **numbers) * each, each), runner.pool.reach_for(prefix + width),
+            New(torch.arange(users + 1, **numbers) * each, each), runner.pool.reach_for(reach),
         )  # fmt: skip
 
     def pass_of(mode: Literal["encode", "denoise"], users: int, each: int, held: int) -> Callable[[], Tensor]:
@@ -91,15 +111,12 @@ def main() -> None:
         return lambda: network._run(x[: users * each], (mode, batch))
 
     print(f"{args.quant}, {args.layers} layers, {torch.cuda.get_device_name() if CUDA else 'no card'}")
-    filled = pass_of("encode", USERS, prefix, 0)
+    filled = pass_of("encode", most, prefix, 0)
     ahead(DEVICE, filled)
     filled()
-    ways, unequal = [triton_ops(stream=stream) for stream in (False, True)], 0
-    cases = {
-        "one user's canvas": pass_of("denoise", 1, width, prefix),
-        "two users' canvases": pass_of("denoise", 2, width, prefix),
-        f"a prompt of {prefix}": pass_of("encode", 1, prefix, 0),
-    }
+    ways, unequal = [triton_ops(stream=stream).roomy() for stream in (False, True)], 0
+    cases = {NAMES[n]: pass_of("denoise", n, width, prefix) for n in args.users}
+    cases[f"a prompt of {prompt}"] = pass_of("encode", 1, prompt, 0)
     for name, work in cases.items():
         replays, bits = [], []
         for network.ops in ways:

@@ -11,6 +11,9 @@ were rounded). `exact_limits.py` has the limits and their reasons, `exact_shapes
 result is outside its limit, an operation fails, or one of `Ops` is never called. Without a card, the kernels run in
 Triton's interpreter, on small shapes.
 
+--card 8.9 (or 12.0) takes the tiles, loads and launches of such a card, on this one: whether these are right, not the
+other card's compiler.
+
 --memcheck calls every kernel once, on small shapes and without references. --chain compares no numbers: does a whole
 pass give the same bits again, with a wait after every operation, and with kernels that never begin early? And tokens
 one by one, a few rows at once?
@@ -25,9 +28,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -39,14 +43,16 @@ if DEVICE.type == "cpu":
     import triton_cpu  # noqa: F401  # turns Triton's interpreter on, before Triton is imported
 
 import exact_chain
+from cards import CARDS
 from exact_cases import DENSE, Case, Sort, layer_cases
 from exact_ends import attention_cases, vocab_cases
 from exact_limits import Verdict, judge
 from exact_one import one_cases
 from exact_sampler import sampler_cases
-from exact_shapes import Inputs, Shapes, shapes_of
+from exact_shapes import Inputs, Shapes, shapes_of, streamed
 
 from diffusiongemma.model.backend import Ops, triton_ops
+from diffusiongemma.ops import kernels
 
 KINDS = tuple(DENSE)
 HEAD = f"{'operation':30} {'shape':60} {'format':15} {'result':26} {'error':>8} {'limit':>8} {'worst':>6}"
@@ -161,6 +167,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shapes", choices=("26b", "small"), help="26b where there is a card, else small")
     parser.add_argument("--only", default="", help="operations with this in their name")
     parser.add_argument("--exact", action="store_true", help="without the vendor's products and those of a few rows")
+    parser.add_argument("--card", choices=CARDS, help="as if it had this compute capability")
     parser.add_argument("--out", type=Path, help="write the table into this file too")
     parser.add_argument("--memcheck", action="store_true", help="call every kernel once, without references")
     parser.add_argument("--chain", action="store_true", help="does a whole pass give the same bits again?")
@@ -187,6 +194,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         told.append(text)
         print(text, flush=True)
 
+    if args.card:
+        processors = kernels.card(DEVICE).processors
+        mock.patch.object(kernels, "card", return_value=CARDS[args.card]._replace(processors=processors)).start()
     if args.chain:
         same = [exact_chain.check(kind, DEVICE, say) for kind in args.kind]
         return 0 if all(same) else 1
@@ -195,8 +205,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         say(HEAD)
     shapes = shapes_of(args.shapes)
-    if args.memcheck and DEVICE.type == "cuda":  # so many rows that experts are streamed
-        shapes = replace(shapes, rows=(*shapes.rows, 130))
+    if args.memcheck and DEVICE.type == "cuda":
+        shapes = streamed(shapes)
     good = [check_kind(kind, shapes, args.exact, not args.memcheck, args.only, say) for kind in args.kind]
     if args.out:
         args.out.write_text("\n".join(told) + "\n", encoding="utf-8")

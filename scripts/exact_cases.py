@@ -213,6 +213,7 @@ def _experts(kind: str, shapes: Shapes, inputs: Inputs, alone: bool) -> Iterator
         size = f"{n} x {hidden} -> {width} -> {hidden}, {k} of {config.num_experts}"
         yield Case("experts", size, kind, call, parts)
         yield _placed(n, kind, shapes, inputs, up, down, alone)
+    yield from (_placed(n, kind, shapes, inputs, up, down, alone) for n in shapes.placed)
 
 
 class Found(NamedTuple):

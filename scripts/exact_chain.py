@@ -17,6 +17,7 @@ from diffusiongemma.config import FULL, SLIDING, ModelConfig
 from diffusiongemma.engine import Limits
 from diffusiongemma.engine.fast import FastRunner
 from diffusiongemma.model.backend import Ops, triton_ops
+from diffusiongemma.model.compared import names
 from diffusiongemma.model.fused import Batch
 from diffusiongemma.model.quantize import Scheme, random_network
 from diffusiongemma.ops import kernels
@@ -60,11 +61,6 @@ def tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Rows | Reading):
         value = [getattr(value, field.name) for field in fields(value)]
     return [t for part in value or () for t in tensors(part)]
-
-
-def names(ops: Ops) -> list[str]:
-    """All but `streams`, which computes nothing"""
-    return [field.name for field in fields(ops) if callable(getattr(ops, field.name)) and field.name != "streams"]
 
 
 def wrapped(ops: Ops, wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Ops:

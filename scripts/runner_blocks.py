@@ -1,5 +1,6 @@
 """Texts of several blocks on small networks: commits launched behind the last step, alone or with the next canvas's
-first, prompts and blocks of users who come one after another, and caches that are only filled."""
+first, prompts and blocks of users who come one after another, copies of prompts that are kept, and caches that are only
+filled."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from dataclasses import replace
 import torch
 from runner_small import LIMITS, SMALL, run_all, small_network, tell_differences
 from runner_stage import TINY, check
+from torch import Tensor
 
 from diffusiongemma.engine import Request, SamplingParams
 from diffusiongemma.engine import steps as steps_module
@@ -15,6 +17,7 @@ from diffusiongemma.engine.fast import FastRunner
 from diffusiongemma.model import DiffusionGemma
 from diffusiongemma.model.backend import triton_ops
 from diffusiongemma.model.pool import PoolRow
+from diffusiongemma.ops.memory import is_out_of_memory
 
 # Of several users a block is committed ahead only where its row could forget it again: the ring must have room for it.
 # What one user's overwrites is put aside.
@@ -31,7 +34,10 @@ def blocks(kind: str | None) -> None:
     for users in () if TINY else (1, 4):
         _ahead(f"{name}, {users} users", model, users)
     _one_after_another(name, model)
+    _kept(name, narrow)
     _remembered(name, model)
+    if not TINY:
+        _broken(name, model)
 
 
 def _ahead(name: str, model: DiffusionGemma, users: int) -> None:
@@ -64,12 +70,65 @@ def _one_after_another(name: str, model: DiffusionGemma) -> None:
         finally:
             steps_module.OFTEN = often
         if ahead:
-            kinds = [kind for lane in runner._lanes.values() for kind in lane.steps._recorded if kind.before]
+            kinds = [kind for lane in runner._lanes.values() for kind in lane.steps.shelf if kind.before]
             mixed = [kind for kind in kinds if kind.before.rows < kind.rows]
             check(f"{name}, one after another: kinds of steps with tokens of others", bool(mixed), str(len(mixed)))
     check(f"{name}, one after another: as by a runner that waits", found[0] == found[1])
     if found[0] != found[1]:
         tell_differences(found[0], found[1])
+
+
+def _kept(name: str, model: DiffusionGemma) -> None:
+    """Texts that outgrow the window: a copy of a prompt that went with a step is as if it had a pass of its own"""
+    asked, copies, texts = _requests(1)[0], [], []
+    prompt = len(asked.prompt)
+    for ahead in (True, False):
+        runner = FastRunner(model, triton_ops(exact=True), WIDE, ahead=ahead)
+        rows: list[Tensor] = []
+        fork = PoolRow.fork
+
+        def forked(row, max_length=None, length=None, rows=rows, fork=fork):  # type: ignore[no-untyped-def]
+            copy = fork(row, max_length, length)
+            parts = (copy.last(layer, copy.length) for layer in range(NARROW.num_hidden_layers))
+            rows += [torch.cat(part, dim=1).clone() for pair in parts for part in pair]
+            return copy
+
+        PoolRow.fork = forked  # type: ignore[method-assign]
+        try:
+            texts.append([run_all(model, runner, [replace(asked, stable=n)]) for n in (prompt, prompt - 2)])
+        finally:
+            PoolRow.fork = fork  # type: ignore[method-assign]
+        copies.append(rows)
+    count = 4 * NARROW.num_hidden_layers
+    check(f"{name}: two prompts are kept", len(copies[0]) == len(copies[1]) == count, str(len(copies[0])))
+    check(f"{name}: … as with passes of their own", texts[0] == texts[1] and all(map(torch.equal, *copies)))
+
+
+def _broken(name: str, model: DiffusionGemma) -> None:
+    """A recording that runs out of memory in its middle: the error says so, and the next is recorded and right"""
+    recorder, runs = FastRunner(model, triton_ops(exact=True), LIMITS).recorder, list[int]()
+    x, y, side = (torch.ones(1000, device=model.device), torch.zeros(1000, device=model.device), torch.cuda.Stream())
+
+    def work() -> None:
+        runs.append(1)
+        y.copy_(2 * x)
+        if len(runs) == 3:  # compiled, rehearsed, and now recorded
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                y.add_(1)
+            raise torch.OutOfMemoryError("made up")
+
+    heard = None
+    try:
+        recorder.record("what fails", work)
+    except Exception as error:
+        heard = error
+    on = torch.cuda.current_stream() == torch.cuda.default_stream()
+    check(f"{name}: a recording without memory", heard is not None and is_out_of_memory(heard) and on, repr(heard))
+    replay = recorder.record("what does not", lambda: y.copy_(3 * x))
+    y.zero_()
+    replay()
+    check(f"{name}: … spoils no other", bool((y == 3).all()) and recorder.recorded == 1)
 
 
 class Spy(FastRunner):

@@ -25,7 +25,7 @@ from diffusiongemma.config import ModelConfig
 from diffusiongemma.ops import fused, product_triton, router_triton, routing_triton, tiles
 from diffusiongemma.ops.experts_triton import combine
 from diffusiongemma.ops.fused import Rows
-from diffusiongemma.ops.kernels import compiling, shared_memory
+from diffusiongemma.ops.kernels import card, compiling
 from diffusiongemma.ops.product_triton import product
 from diffusiongemma.ops.routing import Routing
 from diffusiongemma.ops.routing import route as reference_route
@@ -194,8 +194,8 @@ def tune(config: ModelConfig, fmt: str, users: int) -> None:
         steps = (64, 128, 256) if CUDA and fmt == "fp8" and not gated and users == 1 else (usual_step,)
         for block in blocks:
             shape = work.shape(gated, block)
-            wanted = dict.fromkeys([tiles.choose(shape, shared_memory(DEVICE)), *to_try(shape)])
-            fitting = [tile for tile in wanted if tiles.shared_bytes(shape, tile) <= shared_memory(DEVICE)]
+            wanted = dict.fromkeys([tiles.choose(shape, card(DEVICE).shared), *to_try(shape)])
+            fitting = [tile for tile in wanted if tiles.fits(shape, tile, card(DEVICE).shared)]
             jobs += [(gated, block, tile, step) for tile in (fitting if CUDA else fitting[:2]) for step in steps]
     compile_all(partial(work.run, g, b, 0, t, s) for g, b, t, s in jobs)
     times: dict[tuple[bool, int, Tile, int], float] = {}
@@ -212,7 +212,7 @@ def tune(config: ModelConfig, fmt: str, users: int) -> None:
 
 def report(work: Work, users: int, times: dict[tuple[bool, int, Tile, int], float]) -> None:
     """For each product, block and step the best tiles, and the best one as `ops/tiles.py` wants it"""
-    limit = shared_memory(DEVICE)
+    limit = card(DEVICE).shared
     for gated, block, step in dict.fromkeys((g, b, s) for g, b, _, s in times):
         here = {t: us for (g, b, t, s), us in times.items() if (g, b, s) == (gated, block, step)}
         ranked, shape = sorted(here, key=lambda tile: here[tile]), work.shape(gated, block)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 
 class DiffusionGemmaError(Exception):
@@ -42,9 +44,25 @@ class InputError(DiffusionGemmaError, ValueError):
     """Tensors or options handed to the network that it cannot take."""
 
 
+class LengthError(InputError):
+    """A prompt and an answer that are longer together than the model's positions."""
+
+
 class DeviceError(DiffusionGemmaError):
     """The asked-for device or number format does not work on this machine."""
 
 
 class SvgError(ProblemsError, ValueError):
     """SVG markup that cannot be read, is not safe to read, or cannot be drawn."""
+
+
+def check_writable(path: Path) -> Path:
+    """Refuse a file that cannot be written before the work whose outcome it is to hold, not after it."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise InputError(f"the folder {folder} does not exist: make it first")
+    if path.is_dir():
+        raise InputError(f"cannot write {path}: it is a folder; name a file")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise InputError(f"cannot write {path}: that is not allowed; name another file")
+    return path

@@ -83,6 +83,9 @@ def test_mistakes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
         main()
     assert stop.value.code == 2
     assert "--prefix takes different whole numbers" in capsys.readouterr().err
+    nowhere = CliRunner().invoke(app, ["bench", "step", "--preset", "tiny", "--json", "no/such/file"])
+    assert "does not exist: make it first" in str(nowhere.exception)  # and nothing was measured for it
+    assert nowhere.output == ""
     assert numbers("--users", "1, 8") == (1, 8)
     for text in ("", "0", "1,1", "-2", "2.5"):
         with pytest.raises(InputError):

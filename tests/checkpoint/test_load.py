@@ -16,6 +16,7 @@ from torch import Tensor
 from diffusiongemma.checkpoint import load_config, load_model
 from diffusiongemma.checkpoint.layout import stock_aliases, stock_layout
 from diffusiongemma.checkpoint.load import source_of
+from diffusiongemma.checkpoint.target import empty_model
 from diffusiongemma.config import ModelConfig
 from diffusiongemma.errors import CheckpointError, ConfigError, DeviceError
 from diffusiongemma.ops.cpu import ISA_VARIABLE
@@ -113,6 +114,28 @@ def test_vision_is_kept_aside_with_a_message(write_checkpoint: Write, caplog: py
     assert source is not None
     assert source.folder == folder
     assert len(source.vision) == 2
+
+
+@pytest.mark.parametrize(
+    ("said", "heard"),
+    [
+        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate", DeviceError),
+        ("CUDA error: an illegal memory access was encountered", RuntimeError),  # another size would not help
+    ],
+)
+def test_weights_that_do_not_fit(
+    said: str, heard: type[Exception], small_config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = torch.empty
+
+    def fail(*shape: object, device: object = None, **rest: object) -> Tensor:
+        if device == torch.device("cpu"):
+            raise RuntimeError(said)
+        return empty(*shape, device=device, **rest)  # type: ignore[call-overload,no-any-return]
+
+    monkeypatch.setattr(torch, "empty", fail)
+    with pytest.raises(heard, match="GB of weights do not fit on cpu" if heard is DeviceError else said):
+        empty_model(small_config, torch.device("cpu"), torch.float32)
 
 
 def test_config_alone(write_checkpoint: Write, small_config: ModelConfig, tmp_path: Path) -> None:

@@ -38,6 +38,9 @@ def test_what_cannot_be_written_is_said_first(tmp_path: Path) -> None:
     assert isinstance(result.exception, InputError)
     result = CliRunner().invoke(app, ["demo", "--level", "impossible"])
     assert isinstance(result.exception, InputError)
+    result = CliRunner().invoke(app, ["demo", "--wish", " "])
+    assert isinstance(result.exception, InputError)
+    assert result.output == ""  # the Sudoku and the hole came first
 
 
 def test_help_does_not_wait_for_torch() -> None:

@@ -89,6 +89,8 @@ def test_python_is_checked(
         ([], "give a file with holes"),
         (["some.txt", "--prefix", "a"], "give a file with holes"),
         (["no-such-file.txt"], "cannot read no-such-file.txt"),
+        (["--prefix", "a", "--output", "no/such/out.txt"], "does not exist: make it first"),  # said after the work
+        (["--prefix", "a", "--output", "/"], "cannot write /: it is a folder"),
         (["--prefix", "a", "--stop", "b"], "stop has no effect on holes"),
         (["--prefix", "a", "--ar"], "writes from left to right"),
         (["--prefix", "a", "--candidates", "0"], "candidates must be"),

@@ -1,6 +1,7 @@
 """`dgemma inspect`: the published sizes, the memory arithmetic, checkpoints, and mistakes."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,7 @@ def test_config_without_weights(tmp_path: Path) -> None:
         (["no-such-thing"], "presets: 26b-a4b"),
         (["owner/not-downloaded"], "HF_HUB_OFFLINE"),
         (["tiny", "--revision", "main"], "is a preset"),
+        (["nano", "--revision", "main"], "is the embedded model"),
     ],
 )
 def test_mistakes_are_one_message(
@@ -138,6 +140,30 @@ def test_mistakes_are_one_message(
     assert error.startswith("error: ")
     assert says in error
     assert "Traceback" not in error
+
+
+def test_the_embedded_model_has_a_name_here_too() -> None:
+    result = CliRunner().invoke(app, ["inspect", "nano"], catch_exceptions=False)
+    assert "nano: 49.4 M parameters, 25.6 M active" in result.stdout
+    assert "int8" in result.stdout
+
+
+def test_help_is_broken_by_the_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    lines = [line.strip() for line in CliRunner().invoke(app, ["inspect", "--help"]).stdout.splitlines()]
+    assert "config is" not in lines  # the end of a line of the source
+    assert any(line.startswith("config is downloaded.") for line in lines)
+
+
+def test_waiting_threads_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of `dgemma serve` do: beside a busy program, spinning ones made a short text ten times as slow."""
+    seen = []
+    monkeypatch.setattr("diffusiongemma.cli.app", lambda: seen.append(os.environ["OMP_WAIT_POLICY"]))
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    main()
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    main()
+    assert seen == ["active", "passive"]  # a user's own word counts
 
 
 def test_damaged_weights(

@@ -134,6 +134,8 @@ def test_autoregressive_twin() -> None:
         (["x", *MODEL, "--ar", "--steps", "3"], "--steps has no effect in mode 'ar'"),
         (["x", *MODEL, "--ar", "--no-early-stop"], "--no-early-stop has no effect in mode 'ar'"),
         (["x", *MODEL, "--top-p", "0.5"], "--top-p has no effect in mode 'diffusion'"),
+        (["x", *MODEL, "--no-early-stop", "--stability", "3"], "--stability has no effect with --no-early-stop"),
+        (["x", *MODEL, "--stop-token", "512"], "stop token 512 never comes: token ids are from 0 to 511"),
         (["x", *MODEL, "--threshold", "0.9", "--entropy-bound", "1"], "give one of the two"),
         (["x", *MODEL, "--canvas", "wide"], "canvas must be a width"),
         (["x", *MODEL, "--steps", "0"], "steps must be an integer from 1"),
@@ -162,6 +164,8 @@ def test_mistakes_are_one_message(
 def test_input_that_is_not_text() -> None:
     result = CliRunner().invoke(app, ["run", *MODEL], input=b"\xff\xfe")
     assert "not UTF-8" in str(result.exception)
+    result = CliRunner().invoke(app, ["run", *MODEL, "\udcff"])  # as Python has such a byte of an argument
+    assert "UTF-8" in str(result.exception)
 
 
 # ---- real processes --------------------------------------------------------------------------------------------------

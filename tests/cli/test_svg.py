@@ -288,7 +288,11 @@ def test_a_file_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("x.svg").mkdir()
     result = run("bell", "--out", "x.svg")
     assert isinstance(result.exception, InputError)
-    assert "cannot write" in str(result.exception)
+    assert "cannot write x.svg: it is a folder" in str(result.exception)
+    Path("y.png").mkdir()  # beside the file that was named
+    result = run("bell", "--out", "y.svg")
+    assert isinstance(result.exception, InputError)
+    assert "cannot write the icon" in str(result.exception)
 
 
 def test_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,8 @@ from diffusiongemma.config import ModelConfig
 from diffusiongemma.diffusion import SeededDraws
 from diffusiongemma.engine import Commit, Draft, End, Engine, Event, Limits, Request
 from diffusiongemma.engine.fast import FastRunner
-from diffusiongemma.engine.graphs import Recorder, Work
+from diffusiongemma.engine.graphs import Recorder
+from diffusiongemma.engine.shelf import Work
 from diffusiongemma.model import DiffusionGemma
 from diffusiongemma.model.backend import torch_ops
 from diffusiongemma.ops import vocab

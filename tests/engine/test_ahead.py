@@ -41,11 +41,19 @@ def make_engine(ahead: bool | None, chunk: int | None = None) -> Engine:
 
 
 def asks(
-    seed: int, count: int = 48, ends: bool = True, drafts: bool = True, prompt: int = 4, **options: object
+    seed: int,
+    count: int = 48,
+    ends: bool = True,
+    drafts: bool = True,
+    prompt: int = 4,
+    stable: int = 0,
+    **options: object,
 ) -> Request:
-    usual = {"steps": 3, "early_stop": False, "max_new_tokens": count, "seed": seed}
+    usual = {"max_new_tokens": count, "seed": seed}
+    if options.get("mode") != "ar":
+        usual |= {"steps": 3, "early_stop": False}
     tokens = (*range(5, prompt + 4), seed % 90)
-    return Request(tokens, SamplingParams.build(**usual | options), drafts=drafts, ends=ends)
+    return Request(tokens, SamplingParams.build(**usual | options), drafts=drafts, ends=ends, stable=stable)
 
 
 @contextmanager
@@ -124,15 +132,20 @@ def test_a_canvas_of_another_lane_takes_its_first_step_by_itself() -> None:
         assert all_at_once(engine, [asked]) == told_ahead
 
 
+def lengths_kept(engine: Engine) -> list[int]:
+    """Tokens of every row that is kept from now on, in order"""
+    prefixes, found = engine.scheduler.prefixes, list[int]()
+    put = prefixes.put
+    prefixes.put = lambda tokens, row: (found.append(len(tokens)), put(tokens, row))[1]  # type: ignore[method-assign]
+    return found
+
+
 def test_a_block_that_waits_for_its_turn_is_no_reason_to_keep_the_prompt_again() -> None:
-    kept = list[int]()
-    asked = replace(asks(1, prompt=75, ends=False, stop=("no such text",)), stable=75)
+    asked = asks(1, prompt=75, stable=75, ends=False, stop=("no such text",))
     with make_engine(ahead=True) as engine, watched(engine) as found:
-        prefixes = engine.scheduler.prefixes
-        put = prefixes.put
-        prefixes.put = lambda tokens, row: (kept.append(len(tokens)), put(tokens, row))[1]  # type: ignore[method-assign]
+        kept = lengths_kept(engine)
         all_at_once(engine, [asked])
-    assert found.count("turn") == 2
+    assert found.count("turn") == 3
     assert kept == [75, 75 + 32]
 
 
@@ -147,13 +160,16 @@ def test_who_goes_the_plain_way_commits_by_itself() -> None:
         assert found[0] == found[1]
 
 
-def test_without_memory_to_put_anything_aside_the_host_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("none left"), RuntimeError("CUDA error: out of memory")])
+def test_without_memory_to_put_anything_aside_the_host_is_waited_for(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = [asks(1, 80, ends=False, prompt=75)]
     with make_engine(ahead=False) as other:
         want = all_at_once(other, asked)
 
     def fail(row: CacheRow, count: int) -> None:
-        raise torch.OutOfMemoryError("none left")
+        raise error
 
     monkeypatch.setattr(CacheRow, "put_aside", fail)
     with make_engine(ahead=True) as engine, watched(engine) as found:
@@ -161,6 +177,18 @@ def test_without_memory_to_put_anything_aside_the_host_is_waited_for(monkeypatch
     assert found.count("turn") == 5, "with the first step all the same"
     first = ["turn", "step", "read", "step", "read", "read", "turn"]
     assert found[: len(first)] == first
+
+
+def test_what_fails_otherwise_while_something_is_put_aside_is_no_lack_of_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(row: CacheRow, count: int) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(CacheRow, "put_aside", fail)
+    with make_engine(ahead=True) as engine:
+        reason, error = told(engine.submit(asks(1, 80, ends=False, prompt=75)))[-1][1:3]
+    assert (reason, error) == ("error", "RuntimeError: CUDA error: an illegal memory access was encountered")
 
 
 def test_recording_a_turn_leaves_no_trace() -> None:
@@ -316,9 +344,17 @@ def test_a_recording_that_fails_leaves_other_turns_as_they_were() -> None:
         assert all_at_once(engine, [one]) == all_at_once(other, [one])
 
 
-@pytest.mark.parametrize("users", [1, 2])
+@pytest.mark.parametrize(
+    ("users", "error"),
+    [
+        (1, torch.OutOfMemoryError()),
+        (2, torch.OutOfMemoryError()),
+        (1, torch.AcceleratorError("CUDA error: out of memory")),
+        (1, RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")),
+    ],
+)
 def test_without_memory_to_record_a_turn_there_are_two_passes(
-    users: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    users: int, error: Exception, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(steps_module, "OFTEN", 0)
     asked = [asks(seed, ends=False) for seed in range(users)]
@@ -326,7 +362,7 @@ def test_without_memory_to_record_a_turn_there_are_two_passes(
         runner = engine.scheduler.runner
         assert isinstance(runner, FastRunner)
         fails = list[str]()
-        recording(runner, lambda name: "and remembering" in name and not fails.append(name), torch.OutOfMemoryError())
+        recording(runner, lambda name: "and remembering" in name and not fails.append(name), error)
         assert all_at_once(engine, asked) == all_at_once(other, asked)
     assert found.count("turn") == 0
     assert len(fails) == 2, "once for prompts, once for blocks: it is not tried again"
@@ -369,28 +405,81 @@ def test_who_steps_takes_along_what_others_have_to_encode(monkeypatch: pytest.Mo
     st.lists(
         st.sampled_from(
             [{}, {"steps": 1}, {"early_stop": True}, {"canvas": "adaptive"}, {"canvas": 8}, {"redo": 1},
-             {"logprobs": 0}, {"stop": ("no such text",)}, {"prompt": 70}, {"prompt": 75, "count": 80}]
+             {"logprobs": 0}, {"stop": ("no such text",)}, {"prompt": 70}, {"prompt": 75, "count": 80},
+             {"prompt": 75, "stable": 75}, {"prompt": 70, "stable": 66, "count": 30}, {"prompt": 90, "stable": 85},
+             {"prompt": 90, "stable": 90, "steps": 1}, {"stable": 4, "count": 96}]
         ),
         min_size=5, max_size=5,
     ),
 )  # fmt: skip
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_the_same_is_told_to_who_comes_at_any_time(
     seeds: list[int], every: int, often: int, chunk: int | None, options: list[dict[str, Any]]
 ) -> None:
+    """And the same is kept of their prompts and texts. (Who comes later may find a beginning kept or not yet.)"""
     asked = [asks(seed, **given) for seed, given in zip(seeds, options, strict=False)]
-    found = []
+    found, kept = [], []
     for ahead in (True, False):
         with pytest.MonkeyPatch.context() as patch, make_engine(ahead, chunk) as engine:
             patch.setattr(steps_module, "OFTEN", often)
             engine.scheduler.runner.patience = 2  # as on a card
             found.append(one_by_one(engine, asked, every))
             assert engine.scheduler.reserved == 0
+            kept.append(all_kept(engine))
     assert found[0] == found[1]
+    assert kept[0].keys() == kept[1].keys()
+    for tokens, layers in kept[0].items():
+        torch.testing.assert_close(layers, kept[1][tokens], rtol=0, atol=1e-4)
+
+
+def all_kept(engine: Engine) -> dict[tuple[int, ...], list[torch.Tensor]]:
+    """By its tokens, what every kept row would give to a text that goes on behind them."""
+    found = dict[tuple[int, ...], list[torch.Tensor]]()
+    for tokens, row in engine.scheduler.prefixes._rows:
+        layers = range(WIDE.num_hidden_layers)
+        windows = [WIDE.sliding_window - 1 if WIDE.is_sliding(layer) else row.length for layer in layers]
+        parts = [part for layer in layers for part in row.last(layer, windows[layer])]
+        found[tokens] = [torch.cat(part, dim=1).clone() for part in parts]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("asked", "first", "kept"),
+    [
+        (asks(1, 96, stable=4), ["turn", "step"], [4, 4 + 80]),  # a text
+        (asks(1, 96, stable=2), ["turn", "step"], [2, 4 + 80]),  # a chat: behind that point the reply's head follows
+        (asks(1, 48, prompt=75, stable=70), ["turn", "step"], [70, 75 + 32]),
+        (asks(1, 48, prompt=90, stable=90), ["turn", "step"], [90, 90 + 32]),
+        # From its end the row could not go back to that point.
+        (asks(1, 48, prompt=90, stable=85), ["encode", "turn"], [85, 90 + 32]),
+        (asks(1, 48, stable=4), ["turn", "step"], [4 + 32]),  # it remembers its beginning by itself
+        (asks(1, 16, prompt=75, stable=70), ["turn", "step"], [70, 75]),
+        (asks(1, 16, prompt=75, stable=70, steps=1), ["turn", "read"], [75]),  # it is over: its row is kept
+        (asks(1, 16, prompt=75, stable=70, mode="ar", temperature=0), ["encode"], [70, 75 + 15]),  # the twin
+    ],
+)
+def test_a_copy_of_a_prompt_is_kept_when_it_went_with_a_step(asked: Request, first: list[str], kept: list[int]) -> None:
+    """Once, and a later turn finds it; with a pass of its own it is the same."""
+    asked, told_later = replace(asked, ends=False), []
+    later = Request((*asked.prompt[: asked.stable], 9, 8), asks(2, 16).params, ends=False)
+    for ahead in (True, False):
+        with make_engine(ahead) as engine, watched(engine) as found:
+            lengths = lengths_kept(engine)
+            all_at_once(engine, [asked])
+            assert not ahead or found[: len(first)] == first
+            assert lengths == kept
+            sequence, handle = engine._prepare(later, None)
+            engine.scheduler.add(sequence)
+            while engine.scheduler.busy:
+                engine.scheduler.tick()
+            assert sequence.metrics.reused_tokens == asked.stable
+            told_later.append(told(handle))
+    with make_engine(ahead=True) as fresh:
+        assert all_at_once(fresh, [later]) == [told_later[0]] == [told_later[1]]
 
 
 def test_a_prompt_that_others_wait_for_does_not_wait_for_a_step() -> None:
-    """Who wants the row as it is behind its prompt: followers of a group, and a later turn of a chat."""
+    """Followers of a group want its row: else they would be a step behind."""
     group = [asks(seed, ends=False) for seed in (1, 2)]
     group = [replace(request, prompt=group[0].prompt) for request in group]
     with make_engine(ahead=True) as engine, watched(engine) as found:
@@ -398,21 +487,23 @@ def test_a_prompt_that_others_wait_for_does_not_wait_for_a_step() -> None:
         for handle in handles:
             list(handle)
     assert found[0] == "encode"
-    for count, stable, first in ((96, 4, ["encode", "step"]), (96, 2, ["encode", "turn"]), (48, 4, ["turn", "step"])):
-        with make_engine(ahead=True) as engine, watched(engine) as found:
-            all_at_once(engine, [replace(asks(1, count, ends=False), stable=stable)])
-        assert found[:2] == first, "a text of 48 tokens remembers its beginning by itself"
 
 
-def test_a_prompt_whose_rest_waits_is_kept_once() -> None:
-    kept = list[int]()
-    asked = replace(asks(1, prompt=75, ends=False), stable=70)
-    with make_engine(ahead=True) as engine:
-        prefixes = engine.scheduler.prefixes
-        put = prefixes.put
-        prefixes.put = lambda tokens, row: (kept.append(len(tokens)), put(tokens, row))[1]  # type: ignore[method-assign]
-        all_at_once(engine, [asked])
-    assert kept == [70, 75 + 32]
+@pytest.mark.parametrize("ahead", [True, False])
+def test_who_is_cancelled_before_the_first_step_has_no_copy_kept(ahead: bool) -> None:
+    with make_engine(ahead) as engine:
+        engine.scheduler.runner.patience = 2
+        (one, _), (two, _) = (engine._prepare(asks(seed, 96, ends=False, stable=4), None) for seed in (1, 2))
+        engine.scheduler.add(one)
+        engine.scheduler.tick()  # its prompt is read, or waits for a step, which waits for others
+        assert one.phase == "denoise"
+        assert not one.metrics.steps
+        one.cancelled = True
+        engine.scheduler.add(two)
+        while engine.scheduler.busy:
+            engine.scheduler.tick()
+        kept = [len(tokens) for tokens, _ in engine.scheduler.prefixes._rows]
+        assert kept == ([4, 84] if ahead else [4, 4, 84])
 
 
 def test_a_turn_has_no_more_tokens_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,9 @@ from diffusiongemma.engine import fast as fast_module
 from diffusiongemma.engine import runner as runner_module
 from diffusiongemma.engine import slate as slate_module
 from diffusiongemma.engine.fast import FastRunner, choose_runner
-from diffusiongemma.engine.graphs import Recorder, Work
+from diffusiongemma.engine.graphs import Recorder
 from diffusiongemma.engine.runner import Runner, default_chunk
+from diffusiongemma.engine.shelf import Work
 from diffusiongemma.engine.slate import Parcel
 from diffusiongemma.errors import DeviceError
 from diffusiongemma.model import CacheRow

@@ -108,7 +108,7 @@ def test_holes_of_a_model_that_ends_them_itself() -> None:
     ("template", "options", "message"),
     [
         ("no hole", {}, "has no hole"),
-        ("[[?0]]", {}, "from 1 to max_tokens"),
+        ("[[?0]]", {}, "got 1 to 0"),
         (["a", 3], {}, "texts and holes, not int"),
         (["a", Hole(None, 9)], {"max_new_tokens": 8}, "at least 9"),
         ("[[?]]", {"candidates": 99}, "candidates must be"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from diffusiongemma.config import ModelConfig
 from diffusiongemma.engine.guard import find_garbage
 from diffusiongemma.engine.output import OutputText
-from diffusiongemma.engine.params import HoleSettings, SamplingParams, released_params
+from diffusiongemma.engine.params import HoleSettings, SamplingParams, released_params, without_stop_rule
 from diffusiongemma.engine.prefix import PrefixStore, common
 from diffusiongemma.engine.prompt import build_prompt
 from diffusiongemma.engine.request import Request
@@ -78,6 +78,13 @@ def test_defaults_are_the_released_ones() -> None:
 def test_options_that_cannot_be_honoured_are_refused(options, words) -> None:
     with pytest.raises(ConfigError, match=words):
         SamplingParams.build(**options)
+
+
+def test_options_of_a_stop_rule_that_is_off() -> None:
+    both = {"stability": 2, "confidence": 0.1}
+    assert without_stop_rule(both) == without_stop_rule(both | {"early_stop": True}) == []
+    assert without_stop_rule(both | {"early_stop": False}) == ["stability", "confidence"]
+    assert without_stop_rule(both | {"early_stop": False, "canvas": "adaptive"}) == ["stability"]  # it asks the other
 
 
 def test_stop_takes_one_or_several() -> None:

@@ -1,6 +1,6 @@
 """How the parts of a program that streams experts wait for each other (`ops/stream_gluon.py`, `ops/experts_gluon.py`,
-`ops/pairs_gluon.py`), as generators that a test runs in any order. Triton's interpreter knows no Gluon: the kernels
-themselves need a card.
+`ops/pairs_gluon.py`, `ops/wide_gluon.py`), as generators that a test runs in any order. Triton's interpreter knows no
+Gluon: the kernels themselves need a card.
 
 Every `yield` is a place where another part may run. What is not here: copies that arrive after they were asked for,
 the launch before, and the order in which memory is seen: a flag and what it stands for are seen as they were written.
@@ -89,6 +89,7 @@ class Work:
     rounds: int
     quant: bool
     lag: int | None = None  # of 4-bit weights: rows are told of so many stages later
+    groups: int = 1  # that make a tile: 2 in `wide_gluon.py`, where each makes one of two
     taken: int = 0
     flags: list[int] = field(default_factory=list)
     made: dict[int, int] = field(default_factory=dict)
@@ -107,7 +108,8 @@ class Work:
 
     def all_in(self, done: dict[int, int], block: int) -> bool:
         """Are all tiles of a block's first product among them?"""
-        return all(at in done for at in range(block * self.up, (block + 1) * self.up))
+        times = self.groups if done is self.made else 1
+        return all(done.get(at) == times for at in range(block * self.up, (block + 1) * self.up))
 
     def steps(self, at: int) -> int:
         return self.up_steps if at < self.ups else self.down_steps
@@ -172,7 +174,7 @@ class Program:
         at, _, _ = yield from self.box.hear(turn)
         while at >= 0:
             if at >= work.ups:
-                while work.flags[work.block(at)] < work.up * (2 if work.quant else 1):
+                while work.flags[work.block(at)] < work.up * (work.groups + work.quant):
                     yield
                 assert work.all_in(work.rounded if work.quant else work.made, work.block(at)), "rows not there yet"
             yield from self._fetch(at, ring, self.x)
@@ -183,7 +185,7 @@ class Program:
         at, there, _ = yield from self.later.hear(turn)
         while at >= 0:
             if there:
-                while work.flags[work.block(at)] < work.up:
+                while work.flags[work.block(at)] < work.up * work.groups:
                     yield
                 assert work.all_in(work.made, work.block(at)), "rounded before it was made"
                 yield
@@ -272,12 +274,62 @@ class Pairs(Program):
             at, _, place = yield from self.box.hear(turn)
 
 
+class Wide(Program):
+    """Of many rows: both groups multiply at once, with factors that come with the second stage"""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__(work)
+        self.free = [Barrier(2) for _ in range(work.stages)]
+        self.factors = [-1, -1]
+        self.units = 0
+
+    def _fetch(self, at: int, ring: Ring, into: list[tuple[int, int] | None]) -> Part:
+        for k in range(self.work.steps(at)):
+            yield from wait(self.free[ring.at], ring.phase)
+            into[ring.at] = (at, k)
+            yield
+            if into is self.x and k == 1:
+                self.factors[self.units % 2] = at
+                self.units += 1
+                yield
+            self.ready[ring.at].arrive()
+            ring.step()
+            yield
+
+    def _sums(self, mine: int) -> Part:
+        work, turn, which = self.work, Ring(self.work.most, 0), 0
+        at, _, place = yield from self.box.hear(turn)
+        while at >= 0:
+            ring = Ring(work.stages, place // work.stages & 1, place % work.stages)
+            last = ring.at
+            for k in range(work.steps(at)):
+                yield from wait(self.ready[ring.at], ring.phase)
+                assert self.weights[ring.at] == self.x[ring.at] == (at, k), "a stage holds something else"
+                yield
+                if k > 0:
+                    assert self.weights[last] == self.x[last] == (at, k - 1), "a stage was overwritten"
+                    self.free[last].arrive()
+                last = ring.at
+                ring.step()
+            self.free[last].arrive()
+            for _ in range(4):
+                yield
+                assert self.factors[which] == at, "factors of another tile"
+            work.made[at] = work.made.get(at, 0) + 1
+            yield
+            if at < work.ups:
+                work.flags[work.block(at)] += 1
+            which ^= 1
+            at, _, place = yield from self.box.hear(turn)
+
+
 def run(work: Work, programs: int, at_once: int, seed: int, patience: int = 20_000) -> None:
     """All programs, `at_once` of them on the card, in some order; fails if nothing moves any more"""
+    kind = Wide if work.groups == 2 else Program if work.lag is None else Pairs
     choose, waiting, running, still = random.Random(seed), programs, list[list[Part]](), 0
     while waiting or running:
         while waiting and len(running) < at_once:
-            running.append((Program(work) if work.lag is None else Pairs(work)).parts())
+            running.append(kind(work).parts())
             waiting -= 1
         parts = choose.choice(running)
         part = choose.choice(parts)

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from diffusiongemma.config import FULL, SLIDING, ModelConfig
 from diffusiongemma.model.backend import VENDOR_ROWS, Ops, torch_ops
-from diffusiongemma.ops import routing, sampler, soft_triton, weigh_triton
+from diffusiongemma.ops import experts_triton, kernels, routing, sampler, soft_triton, weigh_triton
 from diffusiongemma.ops.fused import Rows
+from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.tiles import block_rows
 
 KINDS = ["bf16", "fp8", "int8", "int4"]
@@ -42,7 +43,7 @@ import exact_limits  # noqa: E402
 import exact_products  # noqa: E402
 import exact_small  # noqa: E402
 from exact_limits import Part, judge  # noqa: E402
-from exact_shapes import Inputs, Shapes, shapes_of  # noqa: E402
+from exact_shapes import Inputs, Shapes, shapes_of, streamed  # noqa: E402
 
 TINY = Shapes(
     ModelConfig.preset(
@@ -50,8 +51,8 @@ TINY = Shapes(
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_global_key_value_heads=1, global_head_dim=32,
         num_experts=16, top_k_experts=2, sliding_window=16, canvas_length=8, layer_types=(SLIDING, FULL),
     ),
-    rows=(1, 6), sorted=(6,), canvases=(((0, 3), (20, 5)),), prompts=(((5, 18), (0, 2)),), ones=(((20, 1), (0, 1)),),
-    read=(5,), few=(2,),
+    rows=(1, 6), sorted=(6,), placed=(9,), canvases=(((0, 3), (20, 5)),), prompts=(((5, 18), (0, 2)),),
+    ones=(((20, 1), (0, 1)),), read=(5,), few=(2,),
 )  # fmt: skip
 
 
@@ -85,6 +86,15 @@ def test_the_script_on_the_kernels_themselves(
     assert lines[0].split() == ["operation", "shape", "format", "result", "error", "limit", "worst"]
     assert all(line.endswith(" ok") for line in lines[1:-1])
     assert " 0 outside, 0 failed, " in lines[-1]
+
+
+def test_the_kernels_as_on_another_card(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(script, "shapes_of", lambda name: TINY)
+    monkeypatch.setattr(kernels, "card", kernels.card)  # which the script changes
+    seen = list[Any]()
+    monkeypatch.setattr(script, "check_kind", lambda *args: not seen.append(kernels.card(DEVICE)))
+    assert script.main(["--kind", "fp8", "--card", "8.9"]) == 0
+    assert seen == [kernels.Card((8, 9), 101_376, kernels.NO_CARD.processors)]
 
 
 def test_what_only_a_card_is_asked() -> None:
@@ -400,6 +410,20 @@ def test_experts_that_are_called_twice_have_marks_of_their_own_and_find_them_zer
     placed = routing.place(torch.tensor([[0, 1]]), torch.ones(1, 2), 2, 16)
     assert ops.experts(Rows(torch.ones(1, 2)), None, None, None, None, placed).item() == 1
     assert unstable == set()
+
+
+@pytest.mark.parametrize("shapes", [shapes_of("26b"), streamed(shapes_of("small"))], ids=["26b", "small"])
+def test_on_a_card_all_kernels_that_stream_experts_have_a_case(shapes: Shapes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those in fp8: of few rows, and of many."""
+    config = shapes.config
+    hidden, width, experts = config.hidden_size, config.moe_intermediate_size, config.num_experts
+    up, down = (
+        torch.empty(experts, *shape, dtype=FP8, device="meta") for shape in ((2 * width, hidden), (hidden, width))
+    )
+    monkeypatch.setattr(experts_triton, "gluon", lambda device: True)
+    found = {block_rows(n * config.top_k_experts, experts, "fp8") for n in (*shapes.rows, *shapes.placed)}
+    assert {block for block in found if experts_triton.streams(block, up, down)} == {32, 64}
+    assert {block for block in found if experts_triton.streams_wide(block, up, down)} == {128, 160}
 
 
 def test_on_a_card_the_chain_has_pairs_that_are_sorted_and_experts_that_are_streamed() -> None:

@@ -13,7 +13,9 @@ import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffusiongemma.ops import experts_triton, kernels, pairs_gluon, routing, tiles
+from diffusiongemma.model.backend import triton_ops
+from diffusiongemma.ops import experts_triton, kernels, pairs_gluon, routing, tiles, wide_gluon
+from diffusiongemma.ops.fused import Rows
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.stream_gluon import MOST, ROUNDS
 from diffusiongemma.ops.tiles import Shape
@@ -62,6 +64,23 @@ kinds = {name: types.get(name, "constexpr") for name in pairs_kernel.arg_names}
 source = GluonASTSource(pairs_kernel, kinds, known, aligned(kinds))
 print(json.dumps(facts(compiled(source, num_warps=4, maxnreg=REGISTERS))))
 """
+WIDE_KERNEL = """
+import json, sys
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from diffusiongemma.ops.wide_gluon import MOST_REGISTERS, NUMBERS, wide_kernel
+from ops.hopper import aligned, compiled, facts
+
+layout = gl.NVMMASharedLayout(128, 8, 2)
+tile = f"tensordesc<fp8e4nv[64, 128],{layout!r}>"
+types = dict(x="*fp8e4nv", x_scale="*fp32", w_up=tile, up_scale="*fp32", w_down=tile, down_scale="*fp32",
+             hidden="*bf16", rounded="*fp8e4nv", h_rows=tile.replace("[64", "[32"), h_scale="*fp32", out="*bf16",
+             order="*i32", share="*fp32", counts="*i32", beyond="*i32", marks="*i32", each="i32")
+known = dict(D=2816, I=704, APART=1408, TOP_K=8, EXPERTS=128, **NUMBERS[int(sys.argv[1])])
+kinds = {name: types.get(name, "constexpr") for name in wide_kernel.arg_names}
+source = GluonASTSource(wide_kernel, kinds, known, aligned(kinds))
+print(json.dumps(facts(compiled(source, num_warps=4, maxnreg=MOST_REGISTERS))))
+"""
 SLIM = max(
     tiles.shared_bytes(Shape("fp8", 2816, 2816, 0, False, 256), tiles.SLIM),
     tiles.shared_bytes(Shape("fp8", 2816, 2112, 0, True, 256), tiles.SLIM_GATED),
@@ -97,6 +116,17 @@ def test_4_bit_experts_compile_for_hopper_and_leave_room_beside_two_programs() -
     assert left >= 16 << 10, "… for want of registers"
 
 
+@pytest.mark.parametrize("block", [128, 160])
+def test_experts_of_many_rows_compile_for_hopper(block: int) -> None:
+    found = hopper.run(WIDE_KERNEL, block)
+    assert found["threads"] == 512, "two groups that multiply, four warps for rows, two that round, two single ones"
+    assert found["waits"] == 6, "every part waits by itself for the launch before"
+    check_code(found)
+    assert found["shared"] <= 227 << 10
+    numbers = wide_gluon.NUMBERS[block]
+    assert 2 * numbers["REGISTERS"] + numbers["SOME"] + numbers["FEW"] <= 512, "a thread of each of four groups"
+
+
 def weights(dtype: torch.dtype, hidden: int = 256, width: int = 192) -> tuple[torch.Tensor, torch.Tensor]:
     shapes = (16, 2 * width, hidden), (16, hidden, width)
     up, down = (torch.empty(shape, dtype=dtype, device=DEVICE) for shape in shapes)
@@ -120,10 +150,61 @@ def test_which_experts_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not experts_triton.streams(32, *weights(FP8, width=1024)), "more tiles than who rounds can remember"
 
 
+def test_which_experts_of_many_rows_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    fitting = weights(FP8, 768, 576)
+    assert not experts_triton.streams_wide(128, *fitting), "nothing is streamed in the interpreter"
+    monkeypatch.setattr(experts_triton, "gluon", lambda device: True)
+    assert set(wide_gluon.NUMBERS) == {128, 160}
+    for block in wide_gluon.NUMBERS:
+        assert experts_triton.streams_wide(block, *fitting)
+        assert not experts_triton.streams(block, *fitting), "they leave no room beside them"
+    assert not experts_triton.streams_wide(64, *fitting), "blocks of few rows"
+    assert not experts_triton.streams_wide(128, *weights(torch.bfloat16, 768, 576)), "another format"
+    assert not experts_triton.streams_wide(128, fitting[0], weights(torch.bfloat16, 768, 576)[1]), "two formats"
+    assert not experts_triton.streams_wide(128, *weights(FP8, 640, 576)), "the second product in pairs of tiles"
+    assert not experts_triton.streams_wide(128, *weights(FP8, 768, 608)), "the first one in tiles of 64"
+    assert not experts_triton.streams_wide(128, *weights(FP8, 768, 512)), "no more stages than the ring"
+    assert not experts_triton.streams_wide(128, *weights(FP8, 512, 576)), "… in the first product"
+    assert not experts_triton.streams_wide(128, *weights(FP8, 768, 1856)), "more than who rounds can remember"
+    assert wide_gluon.STAGES.value == 4
+
+
+def test_experts_of_many_rows_take_their_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    up, down = weights(FP8, 768, 576)
+    index, share = torch.tensor([[0, 1]]), torch.ones(1, 2)
+    rows, scale = Rows(torch.zeros(1, 768).to(FP8), torch.ones(1, 1)), torch.ones(1)
+    monkeypatch.setattr(experts_triton, "gluon", lambda device: True)
+    monkeypatch.setattr(wide_gluon, "experts_wide", lambda x, placed, *_: torch.tensor(placed.block))
+    for block in (128, 160):
+        placed = routing.place(index, share, 16, block)
+        assert experts_triton.experts_pairs(rows, index, share, up, scale, down, scale, placed=placed) == block
+
+
+@pytest.mark.parametrize("tokens", [1024, 1100, 1280, 1536, 1792, 2048])
+def test_four_to_eight_users_are_streamed_without_room_beside_them(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their canvases, and prompts of as many tokens, where the card has memory to place so many pairs. `Ops.streams`
+    asks for eager launches and a slim MLP, which begins after the router: not here."""
+    monkeypatch.setattr(experts_triton, "gluon", lambda device: True)
+    monkeypatch.setattr(wide_gluon, "experts_wide", lambda x, placed, *_: torch.tensor(placed.block))
+    shapes = (128, 2 * 704, 2816), (128, 2816, 704)
+    up, down = ((torch.empty(shape, dtype=FP8, device="meta"), torch.empty(0, device="meta")) for shape in shapes)
+    ops = triton_ops().roomy()
+    assert ops.places(tokens, 128, 8)
+    assert not triton_ops().places(tokens, 128, 8)
+    assert not ops.streams(tokens, 8, up, down)
+    index, share = torch.arange(8).repeat(tokens, 1), torch.ones(tokens, 8)
+    placed = routing.place(index, share, 128, tiles.block_rows(8 * tokens, 128, "fp8"))
+    rows = Rows(torch.empty(tokens, 2816, dtype=FP8, device="meta"), torch.empty(tokens, 1, device="meta"))
+    assert ops.experts(rows, index, share, up, down, placed).item() == (128 if tokens <= 1600 else 160)
+
+
 def test_why_nothing_is_streamed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     card, capability = torch.device("cuda"), [9, 0]
+    found = lambda device: kernels.Card((capability[0], capability[1]), 227 << 10, 132)  # noqa: E731
     monkeypatch.setattr(kernels, "interpreted", lambda: False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: tuple(capability))
+    monkeypatch.setattr(kernels, "card", found)
     monkeypatch.setattr(triton, "__version__", "3.6.0+git1")
     assert kernels.gluon_unavailable(card) is None
     assert kernels.gluon_unavailable(torch.device("cpu"))
@@ -141,11 +222,11 @@ def test_why_nothing_is_streamed(monkeypatch: pytest.MonkeyPatch, caplog: pytest
 
 
 def test_marks_have_room_for_every_block() -> None:
-    for experts, tokens, k in ((128, 256, 8), (16, 20, 2), (32, 512, 4)):
+    for experts, tokens, k in ((128, 256, 8), (16, 20, 2), (32, 512, 4), (128, 1024, 8), (128, 2048, 8)):
         many, first = routing.counters(experts, tokens * k)
         assert many % 4 == first % 4 == 0
         assert first >= experts + 1
-        for block in (16, 32, 64):
+        for block in (16, 32, 64, 128, 160):
             assert many - first >= 4 + experts + routing.most_beyond(tokens * k, block)
 
 
@@ -164,7 +245,8 @@ def check(made: Work) -> None:
     could be guessed"""
     for at in range(made.total):
         there, times = made.rows[made.block(at)], made.made.get(at, 0)
-        assert times == 1 if there else times <= (at < made.experts * made.up), f"tile {at}"
+        most = made.groups if there or at < made.experts * made.up else 0
+        assert times == most if there else times <= most, f"tile {at}"
         assert made.rounded.get(at, 0) == (there and made.quant and at < made.ups), f"rows of tile {at}"
 
 
@@ -179,8 +261,12 @@ def test_the_work_ends_in_any_order(data: st.DataObject) -> None:
     sizes = {"down": draw(st.sampled_from((1, 2, 7))), "up_steps": draw(st.sampled_from((1, 2, 7))),
              "down_steps": draw(st.sampled_from((1, 3))), "stages": draw(st.sampled_from((2, 3, 6))),
              "quant": draw(st.integers(0, 1))}  # fmt: skip
-    if draw(st.booleans()):  # 4-bit weights
+    kind = draw(st.sampled_from(("few rows", "4-bit weights", "many rows")))
+    if kind == "4-bit weights":
         sizes |= {"quant": 1, "lag": draw(st.integers(1, sizes["stages"] - 1))}
+    elif kind == "many rows":
+        longer = {name: sizes["stages"] + sizes[name] for name in ("up_steps", "down_steps")}
+        sizes |= {"quant": 1, "groups": 2} | longer
     made = work(rows, experts, up, **sizes)
     programs = draw(st.sampled_from((1, 2, 5, 12)))
     run(made, programs, draw(st.integers(1, programs)), draw(st.integers(0, 1000)))
@@ -193,6 +279,20 @@ def test_rows_are_told_of_before_their_place_is_needed_again() -> None:
     check(made)
     with pytest.raises(AssertionError, match="everybody waits"):
         run(work([True] * 3, 3, up_steps=7, lag=3), 2, 2, 0, patience=1000)
+
+
+def test_tiles_of_many_rows_need_about_as_many_stages_as_the_ring() -> None:
+    """Else factors are written that the tile before the last still wants."""
+    for seed in range(20):
+        run(made := work([True] * 3, 3, up_steps=4, down_steps=4, groups=2), 2, 2, seed)
+        check(made)
+
+    def short() -> None:
+        for seed in range(200):
+            run(work([True] * 3, 3, up_steps=2, down_steps=2, stages=6, groups=2), 2, 2, seed)
+
+    with pytest.raises(AssertionError, match="factors of another tile"):
+        short()
 
 
 def test_who_rounds_must_remember_all_tiles_of_a_block() -> None:

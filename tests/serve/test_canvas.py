@@ -165,6 +165,26 @@ def test_mistakes_are_named(live: Live, path: str, body: dict[str, Any], param: 
     check_error(live.post(f"/v1/canvas/{path}", body), 400, param)
 
 
+def test_the_limit_of_new_tokens_holds_for_holes_and_edits(live: Live) -> None:
+    """Holes that stated their size, and texts to edit, had none."""
+    old = live.server.state.settings.max_tokens
+    object.__setattr__(live.server.state.settings, "max_tokens", 10)
+    try:
+        for path, body, param in (
+            ("infill", {"template": "a[[?11]]"}, "template"),
+            ("infill", {"template": "a[[?6]]b[[?5]]"}, "template"),
+            ("infill", {"template": ["a", {"max_tokens": 11}]}, "template"),
+            ("infill", {"template": "[[?11]]", "messages": ASK}, "template"),
+            ("edit", {"text": "abcdefghijk"}, "text"),
+        ):
+            response = live.post(f"/v1/canvas/{path}", body)
+            check_error(response, 400, param)
+            assert "this server allows 10" in response.text
+        infill(live, template="a[[?6]]b[[?4]]")
+    finally:
+        object.__setattr__(live.server.state.settings, "max_tokens", old)
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [

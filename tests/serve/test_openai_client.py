@@ -12,7 +12,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from serve.live import EMBEDDED, ENDLESS, HANGS, QUICK, Live, random_model, run_async, serving
+from serve.live import EMBEDDED, ENDLESS, HANGS, QUICK, Live, get, random_model, run_async, serving
 
 ASK: list[Any] = [{"role": "user", "content": "12 + 30 ="}]
 EXTRA = {"diffusion": QUICK}
@@ -308,6 +308,7 @@ def test_a_suffix_is_honoured(client: OpenAI, live: Live) -> None:
         ({"extra_body": {"diffusion": {"stepz": 1}}}, "diffusion.stepz"),
         ({"extra_body": {"diffusion": {"steps": 0}}}, "diffusion.steps"),
         ({"extra_body": {"diffusion": {"mode": "ar", "steps": 3}}}, "diffusion.steps"),
+        ({"extra_body": {"diffusion": {"early_stop": False, "stability": 3}}}, "diffusion.stability"),
         ({"extra_body": {"diffusion": {"canvas": 1 << 16}}}, "diffusion.canvas"),
         ({"extra_body": {"diffusion": {"t_min": 0.9, "t_max": 0.5}}}, "diffusion.t_max"),
         ({"temperature": 0.5, "extra_body": {"diffusion": {"t_min": 0.1}}}, "temperature"),
@@ -323,6 +324,23 @@ def test_mistakes_are_named(client: OpenAI, live: Live, options: dict[str, Any],
     assert body["message"]
     if param is not None:
         assert body["param"] == param, body
+
+
+def test_a_conversation_that_is_too_long_has_the_code_that_clients_know(client: OpenAI, live: Live) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(client, live, messages=[{"role": "user", "content": "x " * 20_000}])
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError) as caught:
+        complete(client, live, prompt="x " * 20_000)
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_what_is_not_there_is_named(client: OpenAI, live: Live) -> None:
+    with pytest.raises(openai.NotFoundError, match="there is no path /v1/embeddings; /docs has those that there are"):
+        client.embeddings.create(model=live.model, input="x")
+    response = get(f"{live.url}/v1/chat/completions")
+    assert response.status_code == 405
+    assert response.json()["error"]["message"] == "/v1/chat/completions takes no GET, only POST"
 
 
 def test_values_that_mean_the_default_are_accepted(client: OpenAI, live: Live) -> None:

@@ -14,11 +14,13 @@ import pytest
 from typer.testing import CliRunner
 
 from diffusiongemma.cli import app
+from diffusiongemma.engine.fast import FastRunner
 from diffusiongemma.errors import ConfigError
 from diffusiongemma.serve import logs
 from diffusiongemma.serve.metrics import ServerMetrics
 from diffusiongemma.serve.security import Keys
 from diffusiongemma.serve.settings import KEYS_VARIABLE, Settings, is_loopback, read_keys
+from engine.runners import fast_engine
 from serve.live import HANGS, QUICK, Live, check_error, get, post, send, serving, wait_until
 
 KEYS = ("first-key-0123456789", "second-key-0123456789")
@@ -83,6 +85,11 @@ def test_another_address_demands_keys() -> None:
         ({"queue": 0}, "queue must be"),
         ({"port": 70000}, "port must be"),
         ({"batch": 0}, "batch must be"),
+        ({"cache": 0}, "--cache-mib"),
+        ({"max_body": float("inf")}, "--max-body-mib"),  # with a traceback
+        ({"grace": float("inf")}, "grace must be a number"),
+        ({"request_seconds": float("nan")}, "request_seconds must be a number"),
+        ({"name": ""}, "name must have"),  # no request could ask for it
     ],
 )
 def test_settings_check_themselves(options: dict[str, object], message: str) -> None:
@@ -221,6 +228,17 @@ def test_a_line_cannot_be_forged() -> None:
     record.fields = {"path": "/a\nERROR fake", "user": "b c"}  # type: ignore[attr-defined]
     for formatter in (logs.Lines(), logs.JsonLines()):
         assert "\n" not in formatter.format(record)
+
+
+def test_recorded_passes_are_counted() -> None:
+    metrics = ServerMetrics()
+    with fast_engine() as engine:
+        metrics.watch(engine)
+        runner = engine.scheduler.runner
+        assert isinstance(runner, FastRunner)
+        runner.recorder.recorded, runner.recorder.shelves.dropped = 7, 2
+        assert b"dgemma_passes_recorded 7.0" in metrics.text()
+        assert b"dgemma_passes_dropped 2.0" in metrics.text()
 
 
 def test_a_full_disk_loses_lines_and_nothing_else() -> None:

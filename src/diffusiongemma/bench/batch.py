@@ -5,14 +5,13 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-import torch
-
 from diffusiongemma.bench.drive import Ran, make_request, random_tokens, together
 from diffusiongemma.bench.floor import request_seconds
 from diffusiongemma.bench.subject import Subject, peak, reset_peak
 from diffusiongemma.bench.timing import Outcome, note
 from diffusiongemma.engine import Engine
 from diffusiongemma.errors import DiffusionGemmaError
+from diffusiongemma.ops.memory import is_out_of_memory
 
 
 def measure_batch(
@@ -33,7 +32,9 @@ def measure_batch(
     for count in users:
         try:
             case = _case(subject, count, config)
-        except (DiffusionGemmaError, torch.OutOfMemoryError) as error:
+        except Exception as error:
+            if not isinstance(error, DiffusionGemmaError) and not is_out_of_memory(error):
+                raise
             rows.append((f"users {count}", f"failed: {str(error).splitlines()[0]}"))
             cases.append({"users": count, "error": str(error)})
             continue

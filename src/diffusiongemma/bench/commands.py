@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from diffusiongemma.errors import InputError
+from diffusiongemma.errors import InputError, check_writable
 
 if TYPE_CHECKING:
     from diffusiongemma.bench.subject import Target
@@ -21,6 +21,10 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help="Measure step
 
 class Peer(StrEnum):
     transformers = "transformers"
+
+
+def _file(path: Path | None) -> Path | None:
+    return None if path is None else check_writable(path)
 
 
 Preset = Annotated[
@@ -37,7 +41,7 @@ UserList = Annotated[str, typer.Option(help="Requests at once: several numbers w
 Steps = Annotated[int, typer.Option(min=1, help="Denoising steps of a canvas.")]
 Canvas = Annotated[int | None, typer.Option(min=1, help="Width of the canvas.  [the model's own]")]
 Repeat = Annotated[int, typer.Option(min=1, help="Timed runs; the median counts.")]
-File = Annotated[Path | None, typer.Option("--json", help="Add the line of JSON to this file too.")]
+File = Annotated[Path | None, typer.Option("--json", callback=_file, help="Add the line of JSON to this file too.")]
 
 GEOMETRY = "26b-a4b"
 

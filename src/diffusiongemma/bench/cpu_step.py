@@ -22,7 +22,7 @@ from diffusiongemma.bench.timing import Outcome, alternate, machine, median_rati
 from diffusiongemma.checkpoint import load_model, save_model
 from diffusiongemma.config import ModelConfig
 from diffusiongemma.model import DiffusionGemma
-from diffusiongemma.model.quantize import count_parameters, describe, formats_in
+from diffusiongemma.model.quantize import count_parameters, describe, ensure_room, footprint, formats_in
 
 NANO = "nano"
 
@@ -78,7 +78,9 @@ def _network(preset: str, seed: int) -> DiffusionGemma:
     """In float32: random weights, or those of the embedded model."""
     if preset == NANO:
         return load_model(folder_of(NANO), quantize="none")
-    return DiffusionGemma(ModelConfig.preset(preset, vision_config=VISION)).init_weights(seed).eval()
+    config = ModelConfig.preset(preset, vision_config=VISION)
+    ensure_room(footprint(config, None, torch.float32), "cpu")
+    return DiffusionGemma(config).init_weights(seed).eval()
 
 
 def _step(model: DiffusionGemma, tokens: Tensor, canvas: Tensor) -> tuple[Callable[[], Tensor], Tensor]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +64,8 @@ def reading_seconds(engine: Engine, length: int, seed: int, alone: bool = True) 
     The engine's own figure would not do: a GPU may still be reading when the host goes on.
     """
     prompt = random_tokens(engine, length, seed)
-    with _in_turn(engine) if alone else nullcontext():
+    runner = engine.scheduler.runner
+    with runner.in_turn() if alone and isinstance(runner, FastRunner) else nullcontext():
         fresh, again = (same_prompt(engine, prompt, 1, 1, steps=1) for _ in range(2))
     reused = [run.results[0].metrics.reused_tokens for run in (fresh, again)]
     assert reused[0] < max(1, length // 4), "the prompt was read before"  # the first tokens may agree by chance
@@ -73,17 +73,3 @@ def reading_seconds(engine: Engine, length: int, seed: int, alone: bool = True) 
     if not alone:
         return max(0.0, fresh.seconds - again.seconds)
     return fresh.seconds - again.seconds if fresh.seconds > again.seconds else fresh.seconds
-
-
-@contextmanager
-def _in_turn(engine: Engine) -> Iterator[None]:
-    """Inside, nothing is launched before it must be, and nothing goes with anything else."""
-    runner = engine.scheduler.runner
-    if not isinstance(runner, FastRunner):
-        yield
-        return
-    before, runner.ahead = runner.ahead, False
-    try:
-        yield
-    finally:
-        runner.ahead = before

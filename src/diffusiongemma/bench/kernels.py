@@ -30,8 +30,9 @@ from diffusiongemma.bench.floor import ATTENTION, CONDITIONING, DENSE, EXPERTS, 
 
 PRODUCT = "product"
 _FILES = {
-    "attention": ATTENTION, "heads": ATTENTION, "experts": EXPERTS, "pairs": EXPERTS, "routing": EXPERTS,
-    "product": PRODUCT, "int4": PRODUCT, "few": PRODUCT, "vocab": VOCABULARY, "weigh": VOCABULARY, "soft": VOCABULARY,
+    "attention": ATTENTION, "heads": ATTENTION, "experts": EXPERTS, "pairs": EXPERTS, "wide": EXPERTS,
+    "routing": EXPERTS, "product": PRODUCT, "int4": PRODUCT, "few": PRODUCT, "vocab": VOCABULARY, "weigh": VOCABULARY,
+    "soft": VOCABULARY,
 }  # fmt: skip
 _VENDOR = re.compile(r"gemm|nvjet|cutlass|xmma|gemv|splitk|cublas", re.IGNORECASE)
 
@@ -127,9 +128,12 @@ def assign(launches: list[Launch], layers: int) -> list[str]:
     zones: dict[int, str] = {}
     parts: list[str] = []
     ended = 0  # layers
+    mixed = False  # attention has ended; what is multiplied next is its own, whatever branch of a graph it is in
     for launch, kind in zip(launches, kinds, strict=True):
         name, stream = launch.name, launch.stream
-        parts.append(zones.get(stream, DENSE) if kind == PRODUCT else kind)
+        zone = ATTENTION if mixed else zones.get(stream, DENSE)
+        parts.append(zone if kind == PRODUCT else kind)
+        mixed = _known(name, "_join_kernel") or (mixed and kind != PRODUCT)
         if _known(name, "_rope_kernel"):
             zones[stream] = ATTENTION
             _condition(kinds, parts)

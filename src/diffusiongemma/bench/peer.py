@@ -17,6 +17,7 @@ from diffusiongemma.bench.timing import Outcome, note, slope, synchronise
 from diffusiongemma.checkpoint import pick_device, pick_dtype
 from diffusiongemma.config import ModelConfig
 from diffusiongemma.errors import DiffusionGemmaError
+from diffusiongemma.model.quantize import ensure_room, footprint
 
 # The smallest vision tower Transformers can build: its model class insists on having one.
 VISION = {
@@ -81,8 +82,10 @@ def _their_step(
     transformers: Any, preset: str, prefix: int, steps: int, repeat: int, device: torch.device
 ) -> tuple[float, int]:
     """Seconds of a step of `generate`, and how many parameters its model has."""
-    config = transformers.DiffusionGemmaConfig.from_dict(ModelConfig.preset(preset, vision_config=VISION).to_dict())
+    ours = ModelConfig.preset(preset, vision_config=VISION)
+    config = transformers.DiffusionGemmaConfig.from_dict(ours.to_dict())
     dtype = pick_dtype("auto", device, [])
+    ensure_room(footprint(ours, None, dtype), device)
     with device:
         model = transformers.DiffusionGemmaForBlockDiffusion._from_config(config, dtype=dtype).eval()
     generator = torch.Generator().manual_seed(0)

@@ -175,7 +175,7 @@ def _check_target(target: Path, overwrite: bool) -> None:
     if not target.is_dir() or not (target / "config.json").is_file() or not _weights_in(target):
         raise CheckpointError(f"{target} is there and is not a checkpoint: give a new or an empty folder")
     if not overwrite:
-        raise CheckpointError(f"{target} holds a checkpoint already: give another folder, or overwrite=True")
+        raise CheckpointError(f"{target} holds a checkpoint already: give another, or overwrite=True (--overwrite)")
 
 
 def _weights_in(folder: Path) -> set[str]:

@@ -12,8 +12,9 @@ from diffusiongemma.checkpoint.plan import FILE_DTYPES
 from diffusiongemma.config import ModelConfig
 from diffusiongemma.errors import DeviceError
 from diffusiongemma.model import DiffusionGemma
-from diffusiongemma.model.quantize import replace_modules
+from diffusiongemma.model.quantize import ensure_room, replace_modules
 from diffusiongemma.ops.cpu import ensure_cpu_bf16
+from diffusiongemma.ops.memory import is_out_of_memory
 from diffusiongemma.ops.quant import Format
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FILE_DTYPES.values()}
@@ -59,11 +60,14 @@ def empty_model(
     with torch.device("meta"):
         model = replace_modules(DiffusionGemma(config).to(dtype), formats or {})
     size = sum(tensor.nbytes for tensor in model.state_dict().values())
+    ensure_room(size, device)
     try:
         # As `to_empty`, whose `empty_like` of a meta tensor imports sympy: 0.3 s of every start.
         filled: DiffusionGemma = model._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device))  # type: ignore[no-untyped-call]
         return filled
-    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
         raise DeviceError(
             f"{size / 1e9:.1f} GB of weights do not fit on {device} ({_first_line(error)}): "
             "quantise it (quantize='int4'), or use a smaller dtype or another device"

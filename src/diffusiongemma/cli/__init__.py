@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from inspect import cleandoc
 from io import TextIOWrapper
 from typing import Annotated
 
@@ -32,6 +34,10 @@ app.command("inspect")(inspect.run)
 app.command("quantize")(quantize.run)
 app.command("train")(train.run)
 
+for _command in app.registered_commands:  # Typer would break lines where the source does, whatever the terminal's width
+    _paragraphs = cleandoc(getattr(_command.callback, "__doc__", None) or "").split("\n\n")
+    _command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in _paragraphs)
+
 
 def _print_version(wanted: bool) -> None:
     if wanted:
@@ -50,6 +56,9 @@ def _options(
 
 def main() -> None:
     """Run the command line. A user's mistake is a message and exit code 2; anything else keeps its traceback."""
+    # Before torch is there, for it is read once: threads of OpenMP that wait sleep. Spinning they take the cores from
+    # whom they wait for, and beside other programs a text of `random:tiny` took ten times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # a terminal that lacks a character shows its code, and nothing fails
             stream.reconfigure(errors="backslashreplace")

@@ -45,9 +45,10 @@ def run(
     """Solve a Sudoku, fill a hole in Python code and draw an icon with the embedded model, on any CPU."""
     from diffusiongemma.cli.show import tell
     from diffusiongemma.cli.sudoku import solve
-    from diffusiongemma.cli.svg import check_target, draw
+    from diffusiongemma.cli.svg import check_target, check_wish, draw
     from diffusiongemma.tasks.sudoku_levels import random_puzzle
 
+    check_wish(wish)
     target, puzzle = check_target(out), random_puzzle(level, seed)
     settings = Settings(plain=plain, options={"seed": seed})
     with settings.load() as engine:

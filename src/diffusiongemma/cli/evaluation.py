@@ -23,7 +23,7 @@ from diffusiongemma.cli.figures import (
     where,
 )
 from diffusiongemma.cli.options import DEFAULT_MODEL, INTERRUPTED
-from diffusiongemma.errors import InputError
+from diffusiongemma.errors import InputError, check_writable
 
 if TYPE_CHECKING:
     from diffusiongemma.engine import Engine
@@ -63,8 +63,8 @@ class EvalOptions:
             if wrong := [name for name, value in given.items() if value]:
                 raise InputError(f"{wrong[0]} has no effect with --mode ar: only diffusion takes steps")
         for path in (self.plot, self.output):
-            if path is not None and not path.absolute().parent.is_dir():
-                raise InputError(f"the folder {path.absolute().parent} does not exist: make it first")
+            if path is not None:
+                check_writable(path)
         if self.plot is not None:
             if self.plot.suffix.lower() not in (".png", ".svg", ".pdf"):
                 raise InputError(f"--plot must name a .png, .svg or .pdf file, not {self.plot}")

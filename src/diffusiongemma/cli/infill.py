@@ -10,7 +10,7 @@ import typer
 
 from diffusiongemma.cli.options import INTERRUPTED, Settings, with_settings
 from diffusiongemma.cli.run import read_stdin
-from diffusiongemma.errors import InputError
+from diffusiongemma.errors import InputError, check_writable
 
 if TYPE_CHECKING:
     from diffusiongemma.cli.show import Answer
@@ -42,6 +42,8 @@ def infill(
     With a file ('-': stdin), the whole text is printed; with --prefix and --suffix, what belongs between them.
     """
     text = _read(file, prefix, suffix)
+    if output is not None:
+        check_writable(output)
     with settings.load() as engine:
         from diffusiongemma.engine.fill import parse_template
 

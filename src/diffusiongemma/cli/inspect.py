@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from diffusiongemma.cli.options import DEFAULT_MODEL
 from diffusiongemma.config import PRESETS, ModelConfig
 from diffusiongemma.errors import CheckpointError, ConfigError
 
@@ -31,14 +32,14 @@ class Weights:
 
 
 def run(
-    target: Annotated[str, typer.Argument(metavar="PATH|ID|PRESET", help=f"Presets: {', '.join(PRESETS)}.")],
+    target: Annotated[str, typer.Argument(metavar="PATH|ID|PRESET", help=f"nano, or a preset: {', '.join(PRESETS)}.")],
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Show configuration, parameters, memory and cache of a model.
 
     Reads config.json and the headers of the safetensors files only. For a hub id, nothing but its config is
-    downloaded. A folder with the name of a preset is ./NAME.
+    downloaded. A folder that is called nano, or as a preset, is ./NAME.
     """
     config, weights = _look_up(target, revision)
 
@@ -81,10 +82,16 @@ def _look_up(target: str, revision: str | None) -> tuple[ModelConfig, Weights | 
     from diffusiongemma.checkpoint import resolve
     from diffusiongemma.checkpoint.files import INDEX
 
+    if target == DEFAULT_MODEL:
+        if revision is not None:
+            raise ConfigError(f"{target} is the embedded model, so revision {revision!r} means nothing: leave it out")
+        from diffusiongemma.engine.engine import ASSETS
+
+        target = str(ASSETS / target)
     try:
         folder = resolve(target, revision, patterns=("config.json", INDEX))
     except CheckpointError as error:
-        raise CheckpointError(f"{error}\npresets: {', '.join(PRESETS)}") from None
+        raise CheckpointError(f"{error}\npresets: {', '.join(PRESETS)}; nano is the embedded model") from None
     return ModelConfig.from_pretrained(folder), _read_weights(folder)
 
 

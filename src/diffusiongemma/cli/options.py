@@ -95,7 +95,7 @@ class Settings:
         are no mistake yet.
         """
         from diffusiongemma.engine import Engine, SamplingParams, prepare
-        from diffusiongemma.engine.params import without_effect
+        from diffusiongemma.engine.params import without_effect, without_stop_rule
 
         # t_min and t_max are judged together, and one of them may be the checkpoint's own.
         options = {k: v for k, v in self.options.items() if k not in ("t_min", "t_max")}
@@ -104,6 +104,8 @@ class Settings:
         mode = options.get("mode", "diffusion")
         if wrong := without_effect(mode, self.options):
             raise InputError(f"{as_typed(wrong, self.options)} has no effect in mode {mode!r}: leave it out")
+        if wrong := without_stop_rule(options):
+            raise InputError(f"{as_typed(wrong, options)} has no effect with --no-early-stop: leave it out")
         SamplingParams.build(**options)
         if self.plain and self.as_json:
             raise InputError("--plain and --json exclude each other: give one of the two")

@@ -59,7 +59,7 @@ def run(
             Settings(
                 model=model, name=name, device=device, dtype=dtype, host=host, port=port, keys=read_keys(api_key_file),
                 cors_origins=tuple(cors_origin or ()), batch=batch, cache=cache_mib << 20, queue=queue,
-                max_tokens=max_tokens, request_seconds=request_seconds, max_body=int(max_body_mib * (1 << 20)),
+                max_tokens=max_tokens, request_seconds=request_seconds, max_body=max_body_mib * (1 << 20),
                 grace=grace, log_json=log_json, log_file=log_file,
             )
         )  # fmt: skip

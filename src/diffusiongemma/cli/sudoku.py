@@ -49,6 +49,8 @@ def sudoku(
 ) -> None:
     """Solve a Sudoku: the givens are pinned, the model fills in the rest.
 
+    Other defaults than those below: 96 steps a look on a canvas of 96 tokens, --t-max 0.8, --t-min 0.4, --forget 8.
+
     The exit code is 0 if the board obeys the rules, 1 if not.
     """
     if wrong := [name for name in FIXED if name in settings.options]:

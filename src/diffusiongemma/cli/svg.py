@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from diffusiongemma.cli.options import INTERRUPTED, Settings, as_typed, with_settings
-from diffusiongemma.errors import InputError
+from diffusiongemma.errors import InputError, check_writable
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -52,8 +52,7 @@ def svg(
     An answer that is not well-formed, breaks the grammar of paths or shows nothing is drawn again with the next seed;
     the best is kept. If nothing can be drawn of the answer, it is kept beside as .raw.txt, and the exit code is 1.
     """
-    if not wish.strip():
-        raise InputError("there is nothing to draw: say what, such as 'bell, outline'")
+    check_wish(wish)
     allowed = attempts_allowed(attempts, settings)
     target = check_target(out) if out is not None else free_name(wish)
     with settings.load(either_mode=True) as engine:
@@ -217,13 +216,16 @@ def _print_picture(text: str) -> None:
     Console(highlight=False).print(preview(coverage(task.render(task.document(text), PREVIEW)).tolist()))
 
 
+def check_wish(wish: str) -> None:
+    if not wish.strip():
+        raise InputError("there is nothing to draw: say what, such as 'bell, outline'")
+
+
 def check_target(out: Path) -> Path:
     """Refuse a file that cannot be written before the model is loaded."""
     if out.suffix.lower() != ".svg":
         raise InputError(f"--out must name an .svg file, not {out}; the .png stands beside it")
-    if not out.parent.is_dir():
-        raise InputError(f"the folder {out.parent} does not exist: make it first")
-    return out
+    return check_writable(out)
 
 
 def free_name(wish: str, folder: Path = Path()) -> Path:

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from diffusiongemma.diffusion import SeededDraws
 from diffusiongemma.engine.events import TokenLogprob
-from diffusiongemma.engine.graphs import Mailbox, Recorder, Work
+from diffusiongemma.engine.graphs import Mailbox, Recorder
 from diffusiongemma.engine.params import SamplingParams
 from diffusiongemma.engine.sequence import Sequence
+from diffusiongemma.engine.shelf import Shelf, Work
 from diffusiongemma.model.fused import Batch, FusedNetwork
 from diffusiongemma.model.pool import PoolRow
 from diffusiongemma.ops.attention_cached import New
@@ -83,7 +84,7 @@ class DrawLane:
         self.out = zeros(rows, 2)
         self._position = zeros(rows)
         self._mailbox = Mailbox(self.out)
-        self._passes: dict[Kind, Work] = {}
+        self._passes = Shelf[Kind](recorder.shelves)
         self._bans: list[tuple[int, ...]] = [()] * rows  # what each row of `banned` was made of
         self._moves = -1  # `CachePool.moves` when `offsets` was told; -1: of others
         self.passengers: list[Sequence] = []
@@ -142,15 +143,16 @@ class DrawLane:
 
     def recorded(self, kind: Kind) -> Work:
         """The pass of this kind, ready to be replayed."""
-        if kind not in self._passes:
-            changed = (self.tokens, self.length, self.drawn, self.out)
-            begin = self.begin.clone()
-            self.begin.zero_()  # recording runs the pass, which must not write into anybody's row
-            try:
-                self._passes[kind] = self.recorder.record(f"{kind}", partial(self.step, kind), changed)
-            finally:
-                self.begin.copy_(begin)
-        return self._passes[kind]
+        return self._passes.get(kind, partial(self._record, kind))
+
+    def _record(self, kind: Kind) -> Work:
+        changed = (self.tokens, self.length, self.drawn, self.out)
+        begin = self.begin.clone()
+        self.begin.zero_()  # recording runs the pass, which must not write into anybody's row
+        try:
+            return self.recorder.record(f"{kind}", partial(self.step, kind), changed)
+        finally:
+            self.begin.copy_(begin)
 
     @torch.inference_mode()
     def step(self, kind: Kind) -> None:

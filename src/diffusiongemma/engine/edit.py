@@ -25,7 +25,7 @@ from diffusiongemma.engine.params import SamplingParams
 from diffusiongemma.engine.prompt import build_prompt
 from diffusiongemma.engine.request import Request
 from diffusiongemma.engine.worker import Scope
-from diffusiongemma.errors import InputError
+from diffusiongemma.errors import InputError, LengthError
 from diffusiongemma.text.exact import encode_exact, exact_bytes, exact_text
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def edit_stream(
     marked = mark(engine.tokenizer, text, spans)
     prompt = _prompt(engine, instruction, text)
     if len(prompt) + len(marked.tokens) > (most := engine.model.config.max_position_embeddings):
-        raise InputError(f"{len(prompt)} prompt tokens and {len(marked.tokens)} of the text exceed {most} positions")
+        raise LengthError(f"{len(prompt)} prompt tokens and {len(marked.tokens)} of the text exceed {most} positions")
     tally = Tally(params.seed or 0, scope)
     return with_end(_edit(engine, prompt, marked, spans, text, strength, params, drafts, tally), tally)
 

@@ -31,7 +31,7 @@ from diffusiongemma.engine.sequence import Sequence as Running
 from diffusiongemma.engine.worker import Handle, Worker
 from diffusiongemma.errors import CheckpointError, ConfigError, DiffusionGemmaError, TokenizerError
 from diffusiongemma.model import DiffusionGemma
-from diffusiongemma.model.quantize import Scheme, random_network, use_fast_products
+from diffusiongemma.model.quantize import Scheme, ensure_room, footprint, random_network, use_fast_products
 from diffusiongemma.text import ChatTemplate, Tokenizer
 from diffusiongemma.text.bytes import byte_tokenizer
 
@@ -133,6 +133,7 @@ class Engine:
                 raise ConfigError(f"group={group} has no effect without quantize='int4': leave it out")
             kind = pick_dtype(dtype, where, [])
             if where.type == "cpu":
+                ensure_room(2 * footprint(config, None), where)  # made in float32
                 model = DiffusionGemma(config).init_weights(seed, std).to(kind).eval().requires_grad_(False)
             else:  # made as it will be: in float32, a large one would not fit
                 model = random_network(config, None, where, kind, seed, std)

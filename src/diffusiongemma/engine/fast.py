@@ -7,7 +7,9 @@ the plain way, over the same rows.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from diffusiongemma.diffusion import SeededDraws
 from diffusiongemma.diffusion.batch import unfit
+from diffusiongemma.engine import trial
 from diffusiongemma.engine.draw import DrawLane, drawable
 from diffusiongemma.engine.graphs import Recorder
 from diffusiongemma.engine.lane import Lane, is_ruled, is_warm
@@ -29,6 +32,8 @@ from diffusiongemma.model.backend import Ops, triton_ops
 from diffusiongemma.model.fused import FusedNetwork, Overlap
 from diffusiongemma.model.pool import CachePool
 from diffusiongemma.model.support import prepare, unsupported
+from diffusiongemma.ops.kernels import untried
+from diffusiongemma.ops.memory import is_out_of_memory
 
 log = logging.getLogger(__name__)
 # Encoded tokens and those of a step: of so many at most, one pass is quicker than two, which read the same experts.
@@ -75,6 +80,16 @@ class FastRunner(Runner):
         self._usual = {*WIDTHS, model.config.canvas_length}
         self._lanes: dict[Place, Lane] = {}  # the last used comes last
         self._waiting = list[Work]()  # for the next step: they are encoded in the same pass
+
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Inside, nothing is launched before it must be, and nothing goes with anything else. No request may run when
+        it begins or ends."""
+        before, self.ahead = self.ahead, False
+        try:
+            yield
+        finally:
+            self.ahead = before
 
     def new_row(self, max_length: int) -> CacheRow:
         return self.pool.new_row(max_length)
@@ -246,11 +261,11 @@ class FastRunner(Runner):
 
 
 def _can_wait(sequence: Sequence, tokens: int) -> bool:
-    """Can so many tokens be encoded together with the first step of the canvas behind them? Unless somebody else wants
-    the row as it is then"""
+    """Can so many tokens be encoded together with the first step of the canvas behind them? Unless others of its group
+    wait for its prompt: they would be a step behind it to the end"""
     if sequence.params.mode != "diffusion" or sequence.to_encode != tokens:
         return False
-    return bool(sequence.reply) or not (sequence.is_followed or sequence.branch == len(sequence.tokens))
+    return bool(sequence.reply) or not sequence.is_followed
 
 
 def _put_aside(rows: Seq[CacheRow], count: int) -> bool:
@@ -258,15 +273,18 @@ def _put_aside(rows: Seq[CacheRow], count: int) -> bool:
     try:
         for row in rows:
             row.put_aside(count)
-    except torch.OutOfMemoryError:
+    except Exception as error:
         for row in rows:
             row.drop_aside()
+        if not is_out_of_memory(error):
+            raise
         return False
     return True
 
 
 def choose_runner(model: DiffusionGemma, limits: Limits, kernels: bool | None = None) -> Runner:
-    """The fast runner where it can run, else the plain one. `kernels`: insist on it, or do without it."""
+    """The fast runner where it can run, else the plain one. `kernels`: insist on it, or do without it. On a card that
+    nobody has tried, the kernels are tried first (`engine/trial.py`), unless somebody insists."""
     if kernels is False or (kernels is None and model.device.type != "cuda"):
         return Runner(model)
     if reason := unsupported(model):
@@ -274,4 +292,12 @@ def choose_runner(model: DiffusionGemma, limits: Limits, kernels: bool | None = 
             raise DeviceError(f"kernels=True cannot be honoured: {reason}")
         log.warning("the plain torch path is used: %s", reason)
         return Runner(model)
-    return FastRunner(model, triton_ops(), limits)
+    ops = triton_ops()
+    if kernels is None and untried(model.device) and (reason := trial.failed(model, ops)):
+        log.warning(
+            "the plain torch path is used, which is slow: the kernels are not right on this card: %s "
+            "(Engine(kernels=True) takes them all the same)",
+            reason,
+        )
+        return Runner(model)
+    return FastRunner(model, ops, limits)

@@ -51,7 +51,9 @@ class Hole:
     def __post_init__(self) -> None:
         most = self.min_tokens if self.max_tokens is None else self.max_tokens
         if type(self.min_tokens) is not int or type(most) is not int or not 1 <= self.min_tokens <= most:
-            raise InputError(f"a hole has from 1 to max_tokens tokens, got {self}")
+            raise InputError(
+                f"a hole takes from min_tokens (1 or more) to max_tokens tokens, got {self.min_tokens!r} to {most!r}"
+            )
 
 
 Template = str | Sequence[str | Hole]

@@ -2,6 +2,7 @@
 
 On a CUDA device a recorded function is a CUDA graph; elsewhere it is the function itself, so that all around it is
 tested without a card. Graphs share one pool of memory: they run one after another and keep nothing between replays.
+How many are kept says `shelf.py`.
 
 What a recording needs beside the graph is kept small, because a card may have little left: all runs before it take
 their memory from that same pool, on the one stream that is recorded, so the graph finds it there. (Memory that torch
@@ -15,17 +16,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from diffusiongemma.engine.shelf import Shelves, Work
 from diffusiongemma.ops import kernels
 
 log = logging.getLogger(__name__)
-Work = Callable[[], None]
 _RECORDING = threading.Lock()  # engines share a stream for it: one after another
 
 
@@ -35,9 +36,10 @@ class Recorder:
         recording, which may take seconds: what should not wait for it."""
         self.device, self.before = device, before
         self.graphs = graphs and device.type == "cuda"
-        self.recorded = 0
+        self.recorded, self.shelves = 0, Shelves()
         self.listener: Callable[[str], None] | None = None  # is told what will be recorded next
         self._pool = _memory(device) if self.graphs else None
+        self._spoilt: list[torch.cuda.MemPool] = []
         self._stream = _stream(device) if self.graphs else None
 
     def record(self, name: str, work: Work, changed: Iterable[Tensor] = ()) -> Work:
@@ -70,11 +72,21 @@ class Recorder:
                 work()
         return graph
 
-    def _recording(self, graph: torch.cuda.CUDAGraph) -> AbstractContextManager[None]:
+    @contextmanager
+    def _recording(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         assert self._pool is not None
         pool: Any = self._pool.id
-        # Other threads of the program may use the card meanwhile.
-        return torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local")
+        current = torch.cuda.current_stream(self.device)
+        try:
+            # Other threads of the program may use the card meanwhile.
+            with torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local"):
+                yield
+        except BaseException:
+            torch.cuda.set_stream(current)  # else all that follows would run on the other
+            if _end_left_open(current.device_index, pool):
+                self._spoilt.append(self._pool)  # graphs that were recorded before have their memory there
+                self._pool = _memory(self.device)
+            raise
 
     @contextmanager
     def _rehearsing(self) -> Iterator[None]:
@@ -106,6 +118,16 @@ def uncollected() -> Iterator[None]:
 def _memory(device: torch.device) -> torch.cuda.MemPool:
     with torch.cuda.device(device):
         return torch.cuda.MemPool()
+
+
+def _end_left_open(device: int, pool: Any) -> bool:
+    """Where a recording cannot be ended, torch goes on allocating to its pool, and will record no other there. -> was
+    it so?"""
+    try:
+        torch._C._cuda_endAllocateToPool(device, pool)
+    except RuntimeError:  # nobody allocates to it
+        return False
+    return True
 
 
 @cache

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from diffusiongemma.diffusion import Canvas, Denoiser
 from diffusiongemma.diffusion.batch import Board, Outcome, unfit
-from diffusiongemma.engine.graphs import Mailbox, Work
+from diffusiongemma.engine.graphs import Mailbox
 from diffusiongemma.engine.sequence import Block, Sequence
+from diffusiongemma.engine.shelf import Work
 from diffusiongemma.engine.slate import Parcel, Slate
 from diffusiongemma.engine.steps import Kind, Steps
 from diffusiongemma.model.fused import Batch
@@ -61,7 +62,7 @@ class Lane:
         self._within = torch.arange(width, dtype=torch.int32, device=device)
         self._begin = torch.arange(0, rows * width + 1, width, dtype=torch.int32, device=device)
         self._mailbox = Mailbox(self.board.out)
-        self.steps = Steps(self._record, self.step, usual)
+        self.steps = Steps(slate.recorder.shelves, usual)
         self._seats: list[tuple[Sequence, Canvas]] = []  # who has which row of the board, and at which canvas
         self._rows: list[tuple[int, int, int]] = []  # where the cache row of each lies, as the device knows it
         self._moves = -1
@@ -133,7 +134,7 @@ class Lane:
         """One step of all that are seated; `parcel`: what is encoded in the same pass, before it. Its rows grow."""
         self._tell_rows()
         kind = self.kind(parcel)
-        work = self.steps.work(kind)
+        work = self.steps.work(kind, self)
         if parcel is not None and kind.before is not None:
             self.slate.put(parcel, kind.before)
             self._tell_rows()
@@ -146,7 +147,7 @@ class Lane:
         self._tell_rows()
         kind = self.kind(parcel)
         assert kind.before is not None
-        return kind.rows * self.width + kind.before.size <= most and self.steps.takes(kind)
+        return kind.rows * self.width + kind.before.size <= most and self.steps.takes(kind, self)
 
     def succeed(self, following: list[Block]) -> Tensor:
         """With the last step of all that are seated under way (`ending`): the canvases that follow take their seats ->
@@ -173,9 +174,10 @@ class Lane:
 
     def recorded(self, kind: Kind) -> Work:
         """The step of this kind, ready to be replayed."""
-        return self.steps.recorded(kind)
+        return self.steps.recorded(kind, self)
 
-    def _record(self, kind: Kind) -> Work:
+    def record(self, kind: Kind) -> Work:
+        """Also if it has been recorded already"""
         board = self.board
         changed = (board.tokens, board.soft, board.previous, board.counts, board.out)
         name = f"{kind}{'' if self.warm else ', cold'}{' with rules' if self.ruled else ''}"

@@ -124,6 +124,12 @@ def without_effect(mode: str, options: Iterable[str]) -> list[str]:
     return [name for name in options if name in foreign]
 
 
+def without_stop_rule(options: Mapping[str, Any]) -> list[str]:
+    """Of these options, those of the stop rule where `early_stop` is off. `canvas="adaptive"` asks `confidence` too."""
+    rule = ("stability",) if options.get("canvas") == "adaptive" else ("stability", "confidence")
+    return [name for name in rule if name in options] if options.get("early_stop") is False else []
+
+
 def _number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from diffusiongemma.engine.params import SamplingParams
-from diffusiongemma.errors import InputError
+from diffusiongemma.errors import InputError, LengthError
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,14 @@ class Request:
         tokens: Sequence[int] = (*self.prompt, *self.pins.values(), *(self.start or ()), *self.forbidden)
         if bad := [t for t in tokens if not 0 <= t < vocab_size]:
             raise InputError(f"token ids must be from 0 to {vocab_size - 1}, got {bad[0]}")
+        if bad := [t for t in self.params.stop_tokens if t >= vocab_size]:
+            raise InputError(f"stop token {bad[0]} never comes: token ids are from 0 to {vocab_size - 1}")
         width = self.params.canvas
         if isinstance(width, int) and width > canvas_length:
             raise InputError(f"canvas {width} is wider than the model's {canvas_length}")
         total = len(self.prompt) + self.params.max_new_tokens
         if total > max_positions:
-            raise InputError(
+            raise LengthError(
                 f"{len(self.prompt)} prompt tokens and {self.params.max_new_tokens} new ones are more than the model's "
                 f"{max_positions} positions: shorten the prompt or lower max_new_tokens"
             )

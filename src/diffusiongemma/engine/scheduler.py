@@ -83,13 +83,12 @@ class Scheduler:
         self._drop_cancelled()
         self._admit()
         if work := self._next_chunks():
-            stable = [sequence for sequence, tokens in work if sequence.reaches_branch(len(tokens))]
             self.runner.encode(work)
-            self._keep_snapshots(stable)
         self._join()
         if canvases := self._canvases([sequence for sequence, _ in work]):
             self.runner.denoise(canvases)
         self._retire()
+        self._keep_copies()
         if not (canvases and self.busy):  # else the next step comes first, if the runner says so
             self.runner.outbox.deliver()
         if self.on_tick is not None:
@@ -183,15 +182,20 @@ class Scheduler:
         self._waited = 0
         return canvases
 
-    def _keep_snapshots(self, sequences: list[Sequence]) -> None:
-        """A copy where a later turn will branch off, if the row itself will soon have forgotten that point."""
-        for sequence in sequences:
-            row, stable = sequence.row, sequence.request.stable
-            assert row is not None
-            assert row.length == stable, "a prompt that is to be kept waits for no step"
-            size = CacheRow.bytes_for(self.config, stable, self.runner.dtype)
-            if self._make_room(size):
-                self.prefixes.put(sequence.tokens[:stable], row.fork(stable))
+    def _keep_copies(self) -> None:
+        """Copies of prompts where a later turn will branch off, if the row itself will have forgotten that point.
+
+        At the end of a tick: a prompt that went with the first step of its canvas is there by then, and nothing behind
+        it, for a step writes no row and no block is committed before a step of it has been read. Who has ended needs no
+        copy: its row is kept, and still has that point.
+        """
+        for sequence in self.running:
+            row, count = sequence.row, sequence.to_keep
+            if row is None or not 0 < count <= row.length:
+                continue
+            sequence.to_keep = 0
+            if self._make_room(CacheRow.bytes_for(self.config, count, self.runner.dtype)):
+                self.prefixes.put(sequence.tokens[:count], row.fork(count, length=count))
 
     def _make_room(self, size: int) -> bool:
         """Forget prefixes until so many bytes are free; none, if that would not help."""

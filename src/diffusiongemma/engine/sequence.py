@@ -51,6 +51,7 @@ class Sequence:
         self.phase: Phase = "waiting"
         self.cancelled = False
         self.group: Seq[Sequence] = ()  # requests with the same beginning, in order: the first encodes it for all
+        self.to_keep = 0  # tokens of the prompt of which a copy is to be kept as soon as they are in the cache
         self.canvas: Canvas | None = None
         self.soft: Tensor | None = None  # [L, D] what the next step is conditioned on
         self.reply: list[int] = []
@@ -113,26 +114,19 @@ class Sequence:
         return len(self.tokens) - self.row.length
 
     def chunk(self, size: int) -> list[int]:
-        """The next tokens to encode, at most `size`; never across the point worth keeping a snapshot of."""
+        """The next tokens to encode, at most `size`; not across the point of which a copy is kept, if the row could not
+        go back to it from their end."""
         assert self.row is not None
         start = self.row.length
         stop = min(len(self.tokens), start + size)
-        if start < self.branch < stop:
-            stop = self.branch
+        if start < self.to_keep < stop and stop > self.row.ring:
+            stop = self.to_keep
         return self.tokens[start:stop]
-
-    @property
-    def branch(self) -> int:
-        """Where a later turn will branch off, if the row will have forgotten that point by its end; 0: nowhere"""
-        assert self.row is not None
-        return self.request.stable if self.max_length > self.row.ring else 0
-
-    def reaches_branch(self, count: int) -> bool:
-        """Is a copy worth keeping of what is there with the next `count` tokens?"""
-        return self.row is not None and not self.reply and 0 < self.branch == self.row.length + count
 
     def admit(self, row: CacheRow, reused: int) -> None:
         self.row = row
+        if reused < self.request.stable and self.max_length > row.ring:
+            self.to_keep = self.request.stable  # a later turn branches off there: the row will have forgotten it
         self.metrics.reused_tokens = reused
         self.metrics.queue_seconds = self.age
         self.phase = "encode"

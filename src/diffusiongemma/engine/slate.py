@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from diffusiongemma.engine.graphs import Recorder, Work
+from diffusiongemma.engine.graphs import Recorder
+from diffusiongemma.engine.shelf import Shelf, Work
 from diffusiongemma.model.cache import CacheRow
 from diffusiongemma.model.fused import Batch, FusedNetwork
 from diffusiongemma.model.pool import PoolRow
@@ -58,7 +59,7 @@ class Slate:
         self.length = torch.zeros(rows, dtype=torch.int32, device=device)
         self.begin = torch.zeros(rows + 1, dtype=torch.int32, device=device)
         self.hidden = torch.zeros(room, config.hidden_size, dtype=network.dtype, device=device)
-        self._passes: dict[Kind, Work] = {}
+        self._passes = Shelf[Kind](recorder.shelves)
 
     def size_for(self, tokens: int) -> int:
         return max(LEAST, 1 << (tokens - 1).bit_length())
@@ -105,10 +106,11 @@ class Slate:
             row.advance(count)
 
     def recorded(self, kind: Kind) -> Work:
-        if kind not in self._passes:
-            self.rest()
-            self._passes[kind] = self.recorder.record(str(kind), partial(self._encode, kind))
-        return self._passes[kind]
+        return self._passes.get(kind, partial(self._record, kind))
+
+    def _record(self, kind: Kind) -> Work:
+        self.rest()
+        return self.recorder.record(str(kind), partial(self._encode, kind))
 
     def rest(self) -> None:
         """Nothing is to be encoded until the next `put`: recording runs a pass, which must not write into any row."""

@@ -23,9 +23,9 @@ STEPS = 3
 
 def prepare(engine: Engine, progress: bool | None = None) -> list[str]:
     """Begin a few texts -> what was recorded for them: a step, and one with a prompt, a long one, or a block before it;
-    and prompts in passes of their own, as those of long texts are, of which a copy is kept. The kernels of these are
-    compiled then (Triton keeps them for the next start); what only others need is recorded when they come. Without a
-    card there is little to do. `progress`: a line on stderr; None: on terminals only."""
+    and prompts in passes of their own, as those are that come while others write. The kernels of these are compiled
+    then (Triton keeps them for the next start); what only others need is recorded when they come. Without a card there
+    is little to do. `progress`: a line on stderr; None: on terminals only."""
     runner, found = engine.scheduler.runner, list[str]()
     if not isinstance(runner, FastRunner):
         engine.generate([1], max_new_tokens=1, steps=1, seed=0, canvas=1)
@@ -40,19 +40,20 @@ def prepare(engine: Engine, progress: bool | None = None) -> list[str]:
         try:
             _begin(engine, runner, SHORT, blocks=2)
             _begin(engine, runner, LONG)
-            for prompt in (SHORT, LONG):
-                _begin(engine, runner, prompt, kept=True)
+            with runner.in_turn():
+                for prompt in (SHORT, LONG):
+                    _begin(engine, runner, prompt)
         finally:
             runner.recorder.listener = before
     return found
 
 
-def _begin(engine: Engine, runner: FastRunner, prompt: int, blocks: int = 1, kept: bool = False) -> None:
-    """A text of so many blocks (`kept`: of as many as it takes for the row to forget its beginning), up to the first
-    draft, or the first block; none, if there is no room for it: what shorter ones need is recorded when they come"""
+def _begin(engine: Engine, runner: FastRunner, prompt: int, blocks: int = 1) -> None:
+    """A text of so many blocks, up to the first draft, or the first block; none, if there is no room for it: what
+    shorter ones need is recorded when they come"""
     config, width = engine.model.config, engine.model.config.canvas_length
     given = {"canvas": width, "steps": STEPS, "early_stop": False, "redo": 0, "seed": 0, "stop": (), "logprobs": None}
-    limit = blocks * width if not kept else config.sliding_window + width
+    limit = blocks * width
     params = SamplingParams.build(engine.params, mode="diffusion", max_new_tokens=limit, stop_tokens=(), **given)
     length = prompt + limit
     taken = CacheRow.bytes_for(config, length, runner.dtype)
@@ -64,12 +65,9 @@ def _begin(engine: Engine, runner: FastRunner, prompt: int, blocks: int = 1, kep
         """On the engine's thread: the pass behind what is told is recorded by now, and nobody wants the text"""
         if not isinstance(event, End):
             handle.result().cancel()  # waits for `submit` to have returned it
-        elif kept:
-            engine.scheduler.prefixes.clear()  # nobody else has been here
         events.put(event)
 
-    drafts, stable = blocks == 1, prompt if kept else 0
-    request = Request((1,) * prompt, params, ends=False, drafts=drafts, stable=stable)
+    request = Request((1,) * prompt, params, ends=False, drafts=blocks == 1)
     handle.set_result(engine.submit(request, forward=hear))
     while not isinstance(event := events.get(), End):
         pass

@@ -4,14 +4,13 @@ the same pass. On the H200 a step whose kernels are launched one by one takes 60
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
-import torch
-
-from diffusiongemma.engine.graphs import Work
+from diffusiongemma.engine.shelf import Shelf, Shelves, Work
 from diffusiongemma.engine.slate import Kind as Encoding
+from diffusiongemma.ops.memory import is_out_of_memory
 
 log = logging.getLogger(__name__)
 FEW_ROWS = 8  # steps of so many canvases are recorded at once
@@ -32,43 +31,54 @@ class Kind:
         return f"a step of {self.rows} over {self.reach} tokens{f', and {self.before}' if self.before else ''}"
 
 
+class Stepper(Protocol):
+    """Whose steps these are. It is handed in with every call, not held: a lane that is dropped goes at once."""
+
+    def step(self, kind: Kind) -> None:
+        """Take one."""
+
+    def record(self, kind: Kind) -> Work:
+        """Make one ready to be replayed."""
+
+
 class Steps:
-    def __init__(self, record: Callable[[Kind], Work], step: Callable[[Kind], None], usual: bool) -> None:
-        """`step` takes one, `record` makes it ready to be replayed. `usual`: the lane's canvases are sure to come
-        again."""
-        self._record, self._step, self._usual = record, step, usual
-        self._recorded: dict[Kind, Work] = {}
-        self._wanted: dict[Kind, int] = {}  # how often, before it was worth recording
+    def __init__(self, shelves: Shelves, usual: bool) -> None:
+        """`usual`: the lane's canvases are sure to come again."""
+        self._usual = usual
+        self.shelf = Shelf[Kind](shelves)
+        self._wanted: dict[Kind, int] = {}  # how often, before it was worth recording; anew, if that was given up
         self._without: set[Kind] = set()  # those for which there was no memory
 
-    def work(self, kind: Kind) -> Work:
+    def work(self, kind: Kind, lane: Stepper) -> Work:
         """A step of this kind: the function itself, until it has been wanted often enough."""
         if self._is_due(kind):
-            return self.recorded(kind)
+            return self.recorded(kind, lane)
         self._want(kind)
-        return partial(self._step, kind)
+        return partial(lane.step, kind)
 
-    def recorded(self, kind: Kind) -> Work:
-        if kind not in self._recorded:
-            self._recorded[kind] = self._record(kind)
-        return self._recorded[kind]
+    def recorded(self, kind: Kind, lane: Stepper) -> Work:
+        work = self.shelf.get(kind, partial(lane.record, kind))
+        self._wanted.pop(kind, None)
+        return work
 
-    def takes(self, kind: Kind) -> bool:
+    def takes(self, kind: Kind, lane: Stepper) -> bool:
         """Should what is encoded in a step of this kind go with it? Else it has a pass of its own, which is recorded
         for all steps."""
         if kind in self._without:
             return False
         if self._is_due(kind):
-            return self._can_record(kind)
+            return self._can_record(kind, lane)
         if not self._is_odd(kind):
             return True  # not recorded yet, but one pass: `work` counts it
         self._want(kind)
         return False
 
-    def _can_record(self, kind: Kind) -> bool:
+    def _can_record(self, kind: Kind, lane: Stepper) -> bool:
         try:
-            self.recorded(kind)
-        except torch.OutOfMemoryError:
+            self.recorded(kind, lane)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
             log.warning("two passes instead of one: no memory to record %s", kind)
             self._without.add(kind)
         return kind not in self._without
@@ -79,7 +89,7 @@ class Steps:
     def _is_due(self, kind: Kind) -> bool:
         """Is it worth recording?"""
         often = OFTEN if self._is_odd(kind) else SELDOM if kind.rows > FEW_ROWS else 0
-        return kind in self._recorded or self._wanted.get(kind, 0) >= often
+        return kind in self.shelf or self._wanted.get(kind, 0) >= often
 
     def _is_odd(self, kind: Kind) -> bool:
         """Does it take along tokens of other rows, or of some of its own, or may its canvases never come again?"""

@@ -7,7 +7,7 @@ neither, because sums would depend on how many rows there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -62,6 +62,8 @@ class Ops:
     place: Callable[..., tuple[Tensor, Tensor, Placed]]
     route_one: Callable[..., Routed]  # after_attention and route of up to `few` rows with one new token each
     streams: Callable[[int, int, Weight, Weight], bool]  # tokens, k, up, down: are placed pairs' experts streamed?
+    # Nobody reads these any more: they need not be written to memory. Runs beside what follows.
+    forget: Callable[[Sequence[Tensor]], None]
     few: int = 0  # up to so many rows, products take them as they are
     # Up to so many tokens, pairs are placed while they are picked; of more they are sorted. What experts make of placed
     # ones lies in lists with room for all tokens each: 92 MB for 512 tokens of the 26B (`experts_triton.gate_up`).
@@ -112,6 +114,7 @@ def torch_ops() -> Ops:
         _torch_place,
         one.route(fused.after_attention, fused.route),
         lambda *_: False,
+        fused.forget,
     )
 
 
@@ -181,6 +184,7 @@ def triton_ops(exact: bool = False, few: bool = True, stream: bool = True) -> Op
         router_triton,
         rows_triton,
         sampler_triton,
+        sweep_triton,
         vocab_triton,
     )
 
@@ -217,6 +221,7 @@ def triton_ops(exact: bool = False, few: bool = True, stream: bool = True) -> Op
         if w.dtype == x.values.dtype and scale is None and rows >= VENDOR_ROWS:
             return F.linear(x.values, w)
         many = rows >= VENDOR_ROWS_FP8 * (1 if w.shape[0] > inputs else 4)
+        many = many and not kernels.untried(w.device)  # who is not Hopper refuses it (pytorch#192707)
         if w.dtype == FP8 and many and x.scale is not None and x.scale.shape[1] == 1:  # it knows one scale a row only
             assert scale is not None
             return torch._scaled_mm(x.values, w.t(), x.scale, scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True)
@@ -276,5 +281,6 @@ def triton_ops(exact: bool = False, few: bool = True, stream: bool = True) -> Op
         place,
         router_one_triton.route,
         streams,
+        sweep_triton.forget,
         few_rows,
     )

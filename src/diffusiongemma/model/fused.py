@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from diffusiongemma.ops.routing import counters
 
 Mode = Literal["encode", "denoise"]
 Overlap = Literal["draw", "encode", "denoise"]
+T = TypeVar("T")
+
+CACHED = 256  # tokens: what a layer leaves of so many stays in an H200's L2 cache
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class FusedNetwork:
         # `route_one` counts its programs in these: zeros between any two of them, and no two networks share them.
         self._counters = torch.zeros(max(1, ops.few), dtype=torch.int32, device=self.device)
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._parted = False  # since the last join
 
     # ---- the two modes -------------------------------------------------------------------------------------------
 
@@ -117,15 +121,25 @@ class FusedNetwork:
         h = self.ops.norm_rows(x, first.module.input_layernorm.weight, self.eps, quant_of(first.qkv))
         few = kind == "draw" and len(x) <= self.ops.few
         counts = self._counts(len(x))
-        for at, layer in enumerate(self.layers):
-            heads = self._heads(layer, h, rope[layer.kind])
-            if not hidden and at + 1 == len(self.layers):
-                x, parts, heads = self._store(at, x, parts, heads)
-                if not parts:
-                    break
-            branch = self._attend(layer, at, parts, *heads)
-            placing = self._placing(counts, at, len(x))
-            x, h = self._feed_forward(layer, at, parts, x, branch, beside, few, placing)
+        spent = list[Tensor]()
+        try:
+            for at, layer in enumerate(self.layers):
+                heads = self._heads(layer, h, rope[layer.kind])
+                if not hidden and at + 1 == len(self.layers):
+                    x, parts, heads = self._store(at, x, parts, heads)
+                    if not parts:
+                        break
+                mixed = self._attend(layer, at, parts, *heads)
+                self._forget(spent, beside)
+                branch = self.ops.linear(mixed, layer.o)
+                placing = self._placing(counts, at, len(x))
+                x, h, spent = self._feed_forward(layer, at, parts, x, branch, beside, few, placing)
+                if not self._forgets(len(x), beside):
+                    spent.clear()  # of many tokens that is much memory
+        except BaseException:
+            if self._parted:
+                self._join()  # what runs beside may be at memory that is somebody else's from here on
+            raise
         return h.values
 
     def _counts(self, tokens: int) -> Tensor | None:
@@ -157,9 +171,9 @@ class FusedNetwork:
                 left.append((mode, batch))
         return x[first:], tuple(left), tuple(t[first:] for t in heads)
 
-    def _attend(self, layer: FusedLayer, at: int, parts: Sequence[Part], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Queries, keys and values of all parts -> attention's contribution [N, D]. A part sees what those before it
-        have left in the cache."""
+    def _attend(self, layer: FusedLayer, at: int, parts: Sequence[Part], q: Tensor, k: Tensor, v: Tensor) -> Rows:
+        """Queries, keys and values of all parts -> what each token has seen, all heads side by side. A part sees what
+        those before it have left in the cache."""
         quant = self.ops.quant_for(len(q), layer.o)
         mixed, first = list[Rows](), 0
         for mode, batch in parts:
@@ -170,8 +184,7 @@ class FusedNetwork:
             mixed.append(self.ops.attend(*heads, prefix, batch.new, causal, window, quant, keep=causal))
             first += len(batch)
         scales = [rows.scale for rows in mixed if rows.scale is not None]
-        rows = Rows(_cat([rows.values for rows in mixed]), _cat(scales) if scales else None)
-        return self.ops.linear(rows, layer.o)
+        return Rows(_cat([rows.values for rows in mixed]), _cat(scales) if scales else None)
 
     def _prefix(self, at: int, batch: Batch) -> Prefix:
         return self.pool.prefix(at, batch.offsets[at], batch.length, batch.reach)
@@ -193,9 +206,9 @@ class FusedNetwork:
         beside: bool,
         few: bool,
         counts: Tensor | None,
-    ) -> tuple[Tensor, Rows]:
-        """x, attention's contribution [N, D] -> the layer's output, and its norm for what follows; `few`: of up to
-        `ops.few` rows with one new token each; `counts`: pairs are placed by them"""
+    ) -> tuple[Tensor, Rows, list[Tensor]]:
+        """x, attention's contribution [N, D] -> the layer's output, its norm for what follows, and what nobody reads
+        any more; `few`: of up to `ops.few` rows with one new token each; `counts`: pairs are placed by them"""
         m, ops, placed = layer.module, self.ops, None
         # One kernel makes the rows of both branches: quantised, if both want that.
         quant = layer.mlp.quant() if layer.mlp.quant() == quant_of(layer.up) else None
@@ -232,9 +245,21 @@ class FusedNetwork:
             following, quant = self.layers[at + 1].module.input_layernorm.weight, quant_of(self.layers[at + 1].qkv)
         else:
             following, quant = self.model.norm.weight, None
-        return ops.after_feed_forward(x, dense, sparse, after, scalar, following, self.eps, quant, other)
+        out, h = ops.after_feed_forward(x, dense, sparse, after, scalar, following, self.eps, quant, other)
+        return out, h, [x, dense, sparse]
 
-    def _begun(self, work: Callable[[], Tensor], beside: bool) -> Callable[[], Tensor]:
+    def _forgets(self, tokens: int, beside: bool) -> bool:
+        """Is what a layer leaves of so many tokens forgotten? That of more would not stay in the L2 cache until the
+        experts are read, that of a few is nothing."""
+        return self.ops.few < tokens <= CACHED and (beside or self._side is None)
+
+    def _forget(self, spent: list[Tensor], beside: bool) -> None:
+        """What the layer before has left, on the other stream, which is joined when the dense MLP is done. The caller
+        holds it until then."""
+        if spent:
+            self._begun(lambda: self.ops.forget(spent), beside)
+
+    def _begun(self, work: Callable[[], T], beside: bool) -> Callable[[], T]:
         """Start this now, `beside`: on the other stream; what comes back waits for it.
 
         No tensor is freed early: what the other stream reads lives until the join, and what it makes is read before
@@ -244,16 +269,23 @@ class FusedNetwork:
             out = work()
             return lambda: out
         assert self._side is not None
-        side, main = self._side, torch.cuda.current_stream(self.device)
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
+        self._side.wait_stream(torch.cuda.current_stream(self.device))
+        self._parted = True
+        with torch.cuda.stream(self._side):
             out = work()
 
-        def join() -> Tensor:
-            main.wait_stream(side)
+        def join() -> T:
+            self._join()
             return out
 
         return join
+
+    def _join(self) -> None:
+        """What follows waits for the other stream. Only where they have `_parted`: a recording knows no stream but
+        those that wait for it."""
+        assert self._side is not None
+        self._parted = False
+        torch.cuda.current_stream(self.device).wait_stream(self._side)
 
 
 def _cat(parts: Sequence[Tensor]) -> Tensor:

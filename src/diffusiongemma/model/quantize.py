@@ -9,6 +9,7 @@ goes through, are fp8: that adds 0.8 GB to the 26B's 13.8, loses less, and their
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from diffusiongemma.config import ModelConfig
-from diffusiongemma.errors import ConfigError
+from diffusiongemma.errors import ConfigError, DeviceError
 from diffusiongemma.model.layers import Experts
 from diffusiongemma.model.network import DiffusionGemma, Embedding
 from diffusiongemma.ops.int8_cpu import use_int8
@@ -142,6 +143,7 @@ def random_network(
         model = DiffusionGemma(config).to(dtype)
         if scheme is not None:
             replace_modules(model, scheme.formats({n: tuple(t.shape) for n, t in model.state_dict().items()}))
+    ensure_room(_size(model), device)
     model = model.to_empty(device=device).requires_grad_(False).eval()
     generator = torch.Generator(device=device).manual_seed(seed)
     for name, tensor in model.state_dict().items():
@@ -170,4 +172,26 @@ def footprint(config: ModelConfig, scheme: Scheme | None, dtype: torch.dtype = t
         if scheme is not None:
             shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
             replace_modules(model, scheme.formats(shapes))
+    return _size(model)
+
+
+def _size(model: DiffusionGemma) -> int:
     return sum(tensor.nbytes for tensor in model.state_dict().values())
+
+
+def ensure_room(size: int, device: torch.device | str) -> None:
+    """Refuse weights that are more than a CPU's whole memory. It is handed out when it is first written to, so asking
+    for it succeeds, and nothing is said while it fills up."""
+    if torch.device(device).type == "cpu" and (most := _memory()) is not None and size > most:
+        raise DeviceError(
+            f"{size / 1e9:.1f} GB of weights do not fit into this machine's {most / 1e9:.1f} GB of memory: "
+            "take a smaller model, quantise it (int4), or use another device"
+        )
+
+
+def _memory() -> int | None:
+    """Bytes of this machine, where the system tells"""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None

@@ -22,11 +22,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from diffusiongemma.ops import kernels
 from diffusiongemma.ops.attention_cached import New, Prefix, check
 from diffusiongemma.ops.attention_join_triton import NOTHING, PIECE, join, joined, next_part, put
 from diffusiongemma.ops.attention_wide_triton import WideBlocks, attend_wide, wide_blocks
+from diffusiongemma.ops.copies_triton import apart, cached, described, tile_at
 from diffusiongemma.ops.early_triton import SEPARATE, multiprocessors, ready, run
 from diffusiongemma.ops.fused import Rows
 from diffusiongemma.ops.kernels import unavailable
@@ -48,13 +49,17 @@ class Blocks(NamedTuple):
     whole: bool = False  # a program has all parts of its queries
 
 
-def blocks_for(head_dim: int, one: bool, itemsize: int = 2) -> Blocks:
-    """`one`: every row has one new token; then reading the cache is all there is, and many programs share it"""
+def blocks_for(head_dim: int, one: bool, itemsize: int = 2, small: bool = False) -> Blocks:
+    """`one`: every row has one new token; then reading the cache is all there is, and many programs share it.
+    `small`: for a card with less shared memory than Hopper (`Card.small`)"""
     if one:
-        return Blocks(16, 64, 16, 4, 3) if head_dim <= 256 else Blocks(16, 32, 64, 4, 3)
+        stages = 2 if small else 3
+        return Blocks(16, 64, 16, 4, stages) if head_dim <= 256 else Blocks(16, 32, 64, 4, stages)
     # Small blocks, several on a multiprocessor: one multiplies while another waits for its keys. Two stages would not
     # do: the next tile is asked for only at the end of a step.
     wide = head_dim * itemsize > 512
+    if small and not wide:  # queries lie in shared memory there, too, and sums in the registers of twice the threads
+        return Blocks(64, 32, 4, 8, 2)
     return Blocks(32, 32, 4, 4, 2) if wide else Blocks(64, 32, 4, 4, 3)
 
 
@@ -108,7 +113,7 @@ def _attend_kernel(
     q, q_block, k, v, keys, values, part, part_top, part_total, rows, lengths, begin, batch, slots, tokens,
     blocks, window, H: tl.constexpr, K: tl.constexpr, DH: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     PARTS: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-    HOPPER: tl.constexpr,
+    ROW: tl.constexpr, HEAD: tl.constexpr, SLOT: tl.constexpr, HOPPER: tl.constexpr,
 ):  # fmt: skip
     """`blocks` of queries: of each row, or (`ROWS`, a power of two: no fewer than there are) of all rows. WHOLE: what
     is joined takes the place of the first part."""
@@ -132,7 +137,7 @@ def _attend_kernel(
     live = token < count
     place = (start + token).to(tl.int64) * H + kv * G + m % G  # of q [N H, Dh]
     d = tl.arange(0, DH)
-    if BLOCK_M >= 64:  # they stay in registers, and shared memory is for keys and values alone
+    if BLOCK_M >= 64 and q_block is not None:  # they stay in registers, and shared memory is for keys and values alone
         queries = tl.reshape(q_block.load([start + first, kv * G, 0]), (BLOCK_M, DH))
     else:
         queries = tl.load(q + place[:, None] * DH + d[None, :], mask=live[:, None], other=0.0)
@@ -163,8 +168,8 @@ def _attend_kernel(
     # read (0 x NaN would be NaN). In front of the first slot the descriptor gives zeros.
     for tile in range(low, tl.minimum(high, old)):
         at = tl.minimum(tile * BLOCK_N, held - BLOCK_N)
-        kt = tl.reshape(keys.load([line, kv, at, 0]), (BLOCK_N, DH))
-        vt = tl.reshape(values.load([line, kv, at, 0]), (BLOCK_N, DH))
+        kt = cached(keys, line, kv, at, 0, BLOCK_N, DH, ROW, HEAD, SLOT)
+        vt = cached(values, line, kv, at, 0, BLOCK_N, DH, ROW, HEAD, SLOT)
         slot = at + n
         seen = slot >= tile * BLOCK_N
         if WINDOW:
@@ -184,8 +189,8 @@ def _attend_kernel(
     for tile in range(tl.maximum(low, old), high):
         want = (tile - old + skipped) * BLOCK_N
         at = tl.minimum(want, count - BLOCK_N)
-        kt = k.load([start + at, kv * DH])
-        vt = v.load([start + at, kv * DH])
+        kt = tile_at(k, start + at, kv * DH, None, None, K * DH, BLOCK_N, DH)
+        vt = tile_at(v, start + at, kv * DH, None, None, K * DH, BLOCK_N, DH)
         other = at + n
         seen = other >= want
         if CAUSAL:
@@ -255,10 +260,10 @@ def attend_rows(
 
 
 def _blocks(q: Tensor, prefix: Prefix, new: New, causal: bool, window: int | None) -> Blocks | WideBlocks:
-    head_dim, one = q.shape[2], new.most == 1
+    head_dim, one, small = q.shape[2], new.most == 1, kernels.card(q.device).small
     if head_dim > 256 and not one and window is None:
-        return wide_blocks(head_dim, q.element_size())
-    b = blocks_for(head_dim, one, q.element_size())
+        return wide_blocks(head_dim, q.element_size(), small)
+    b = blocks_for(head_dim, one, q.element_size(), small)
     programs = _launched(q, prefix, new, b)[0] * prefix.keys.shape[1]
     # Programs of a prompt see more or fewer keys and do not end together: split, they fill the card better.
     return b._replace(whole=not causal and not one and _fills(programs, SIDE_BY_SIDE * multiprocessors(q.device)))
@@ -294,15 +299,16 @@ def _attend(
     kv_heads, slots = prefix.keys.shape[1:3]
     rows, group = prefix.row.shape[0], heads // kv_heads
     launched, counted = _launched(q, prefix, new, b)
-    block = TensorDescriptor.from_tensor(q, [b.queries // group, group, head_dim])
-    fresh = (TensorDescriptor.from_tensor(t.view(tokens, -1), [b.keys, head_dim]) for t in (k, v))
-    cached = (TensorDescriptor.from_tensor(t, [1, 1, b.keys, head_dim]) for t in (prefix.keys, prefix.values))
+    block = None if kernels.card(q.device).small else described(q, [b.queries // group, group, head_dim])
+    fresh = (described(t.view(tokens, -1), [b.keys, head_dim]) for t in (k, v))
+    cache = (described(t, [1, 1, b.keys, head_dim]) for t in (prefix.keys, prefix.values))
     run(
-        _attend_kernel, launched * kv_heads * (1 if b.whole else b.parts), q, block, *fresh, *cached, *into,
+        _attend_kernel, launched * kv_heads * (1 if b.whole else b.parts), q, block, *fresh, *cache, *into,
         prefix.row, prefix.length, new.begin, rows, slots, tokens,
         launched if counted else launched // rows, window or 0, H=heads, K=kv_heads, DH=head_dim, CAUSAL=causal,
         # A canvas sees all that a ring holds, if that is no more than the window.
         WINDOW=window is not None and (causal or slots > window),
         PARTS=b.parts, WHOLE=b.whole, BLOCK_M=b.queries, BLOCK_N=b.keys,
-        ROWS=triton.next_power_of_2(rows) if counted else 0, num_warps=b.warps, num_stages=b.stages, **SEPARATE,
+        ROWS=triton.next_power_of_2(rows) if counted else 0, num_warps=b.warps, num_stages=b.stages,
+        **apart(prefix.keys), **SEPARATE,
     )  # fmt: skip

@@ -18,9 +18,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from diffusiongemma.ops import kernels
 from diffusiongemma.ops.attention_cached import New, Prefix
+from diffusiongemma.ops.copies_triton import apart, cached, described, tile_at
 from diffusiongemma.ops.early_triton import multiprocessors, ready, run
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -41,9 +42,12 @@ class WideBlocks(NamedTuple):
     stages: int = 4
 
 
-def wide_blocks(head_dim: int, itemsize: int) -> WideBlocks:
+def wide_blocks(head_dim: int, itemsize: int, small: bool = False) -> WideBlocks:
+    """`small`: for a card with less shared memory than Hopper"""
     if itemsize == 4:  # no tensor cores: for tests
         return WideBlocks(32, 32, min(32, head_dim), 2, 16, 4, 2, 1, 4, 2)
+    if small:  # with three stages of values Triton 3.6 reads what is being overwritten (seen on an H200)
+        return WideBlocks(128, 128, min(128, head_dim), 2, score_warps=8, score_stages=3, stages=2)
     return WideBlocks(128, 128, min(256, head_dim), 2, score_warps=4, score_stages=3, resident=2)
 
 
@@ -84,7 +88,8 @@ def _next_turn(turn, items):
 def _scores_kernel(
     q, k, keys, e, tops, sums, rows, lengths, begin, batch, slots, blocks, skip, width,
     H: tl.constexpr, K: tl.constexpr, DH: tl.constexpr, CAUSAL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HOPPER: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROW: tl.constexpr, HEAD: tl.constexpr,
+    SLOT: tl.constexpr, HOPPER: tl.constexpr,
 ):  # fmt: skip
     """Weights e [B K blocks M, T n] of all tiles, and of each its largest score and their sum, [T, B K blocks M]"""
     ready(HOPPER)
@@ -108,7 +113,7 @@ def _scores_kernel(
             at = tl.minimum(tile * BLOCK_N, held - BLOCK_N)
             s = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for c in range(0, DH, BLOCK_K):
-                kt = tl.reshape(keys.load([line, kv, at, c]), (BLOCK_N, BLOCK_K))
+                kt = cached(keys, line, kv, at, c, BLOCK_N, BLOCK_K, ROW, HEAD, SLOT)
                 qt = tl.load(at_q + c, mask=(token < count)[:, None], other=0.0)
                 s = tl.dot(qt, tl.trans(kt), s, input_precision="ieee")
             first = ((row * K + kv) * blocks + block) * BLOCK_M
@@ -121,7 +126,7 @@ def _scores_kernel(
             at = tl.minimum(tile * BLOCK_N, count - BLOCK_N)
             s = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for c in range(0, DH, BLOCK_K):
-                kt = k.load([start + at, kv * DH + c])
+                kt = tile_at(k, start + at, kv * DH + c, None, None, K * DH, BLOCK_N, BLOCK_K)
                 qt = tl.load(at_q + c, mask=(token < count)[:, None], other=0.0)
                 s = tl.dot(qt, tl.trans(kt), s, input_precision="ieee")
             seen = (at + n >= tile * BLOCK_N)[None, :]
@@ -133,20 +138,21 @@ def _scores_kernel(
 
 
 @triton.jit
-def _scaled(e, tops, place, top, first, column, tile):
+def _scaled(e, width, tops, place, top, first, column, tile, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     """Weights of some keys, relative to the largest score of the whole part"""
-    a = e.load([first, column])
+    a = tile_at(e, first, column, None, None, width, BLOCK_M, BLOCK_K)
     return (a.to(tl.float32) * tl.exp2(tl.load(tops + place + tile) - top)[:, None]).to(a.dtype)
 
 
 @triton.jit(do_not_specialize=["batch", "slots", "tokens", "blocks", "skip"])
 def _values_kernel(
     e, v, values, tops, sums, part, part_top, part_total, rows, lengths, begin, batch, slots, tokens, blocks, skip,
-    H: tl.constexpr, K: tl.constexpr, DH: tl.constexpr, CAUSAL: tl.constexpr, PARTS: tl.constexpr,
+    width, H: tl.constexpr, K: tl.constexpr, DH: tl.constexpr, CAUSAL: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, MANY: tl.constexpr,
-    HOPPER: tl.constexpr,
+    ROW: tl.constexpr, HEAD: tl.constexpr, SLOT: tl.constexpr, HOPPER: tl.constexpr,
 ):  # fmt: skip
-    """The weights of one part of the tiles times the values, some numbers of the head"""
+    """The weights of one part of the tiles times the values, some numbers of the head; `width`: of e, if that is no
+    descriptor"""
     ready(HOPPER)
     G: tl.constexpr = H // K
     TOKENS: tl.constexpr = BLOCK_M // G
@@ -183,14 +189,14 @@ def _values_kernel(
     for step in range(low * STEPS, tl.minimum(high, old) * STEPS):
         tile = step // STEPS
         at = tl.minimum(tile * BLOCK_N, held - BLOCK_N) + step % STEPS * BLOCK_K
-        vt = tl.reshape(values.load([line, kv, at, column]), (BLOCK_K, BLOCK_D))
-        a = _scaled(e, tops, first + m, top, first, step * BLOCK_K, tile * lines)
+        vt = cached(values, line, kv, at, column, BLOCK_K, BLOCK_D, ROW, HEAD, SLOT)
+        a = _scaled(e, width, tops, first + m, top, first, step * BLOCK_K, tile * lines, BLOCK_M, BLOCK_K)
         acc = tl.dot(a, vt, acc, input_precision="ieee")
     for step in range(tl.maximum(low, old) * STEPS, high * STEPS):
         tile = step // STEPS
         at = tl.minimum((tile - old) * BLOCK_N, count - BLOCK_N) + step % STEPS * BLOCK_K
-        vt = v.load([start + at, kv * DH + column])
-        a = _scaled(e, tops, first + m, top, first, step * BLOCK_K, tile * lines)
+        vt = tile_at(v, start + at, kv * DH + column, None, None, K * DH, BLOCK_K, BLOCK_D)
+        a = _scaled(e, width, tops, first + m, top, first, step * BLOCK_K, tile * lines, BLOCK_M, BLOCK_K)
         acc = tl.dot(a, vt, acc, input_precision="ieee")
 
     token = (skip + block) * TOKENS + m // G
@@ -221,20 +227,19 @@ def attend_wide(
     tops, sums = torch.empty(2, tiles, lines, dtype=torch.float32, device=q.device)
     where = (prefix.row, prefix.length, new.begin)
     shape = {"H": heads, "K": kv_heads, "DH": head_dim, "CAUSAL": causal, "BLOCK_M": b.queries, "BLOCK_N": b.keys}
+    shape |= apart(prefix.keys)
     for skip in range(0, each, turn):
         blocks = min(turn, each - skip)
         run(
             _scores_kernel, min(b.resident * multiprocessors(q.device), rows * kv_heads * blocks * tiles),
-            q, TensorDescriptor.from_tensor(k.view(tokens, -1), [b.keys, b.depth]),
-            TensorDescriptor.from_tensor(prefix.keys, [1, 1, b.keys, b.depth]),
+            q, described(k.view(tokens, -1), [b.keys, b.depth]), described(prefix.keys, [1, 1, b.keys, b.depth]),
             e, tops, sums, *where, rows, slots, blocks, skip, tiles * b.keys,
             **shape, BLOCK_K=b.depth, num_warps=b.score_warps, num_stages=b.score_stages,
         )  # fmt: skip
         run(
             _values_kernel, rows * kv_heads * blocks * b.parts * (head_dim // b.width),
-            TensorDescriptor.from_tensor(e, [b.queries, b.depth]),
-            TensorDescriptor.from_tensor(v.view(tokens, -1), [b.depth, b.width]),
-            TensorDescriptor.from_tensor(prefix.values, [1, 1, b.depth, b.width]),
-            tops, sums, *into, *where, rows, slots, tokens, blocks, skip,
+            described(e, [b.queries, b.depth]), described(v.view(tokens, -1), [b.depth, b.width]),
+            described(prefix.values, [1, 1, b.depth, b.width]), tops, sums, *into, *where, rows, slots, tokens, blocks,
+            skip, None if kernels.card(q.device).early else tiles * b.keys,
             **shape, PARTS=b.parts, BLOCK_K=b.depth, BLOCK_D=b.width, MANY=16, num_warps=b.warps, num_stages=b.stages,
         )  # fmt: skip

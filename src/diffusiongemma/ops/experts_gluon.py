@@ -47,6 +47,7 @@ from diffusiongemma.ops.stream_gluon import (
     barrier,
     begin,
     following,
+    gated,
     hear,
     mailbox,
     plan_part,
@@ -120,8 +121,7 @@ def _sums_part(x_scale, up_scale, down_scale, hidden, h_scale, out, order, share
                 if QUANT:
                     one = one * gl.expand_dims(w_one, 1) * gl.expand_dims(factor, 0)
                     two = two * gl.expand_dims(w_two, 1) * gl.expand_dims(factor, 0)
-                y = 1.5957691216057308 * (one + 0.044715 * one * one * one)
-                one = one * (1 / (1 + gl.exp(-y))) * two
+                one = gated(one, two)
                 to = hidden + gl.expand_dims((start + row).to(gl.int64) * I, 1) + (tile * 64 + column)
                 store_rows(one, to, store, wide)
                 barrier()
@@ -207,7 +207,7 @@ def experts_kernel(x, x_scale, w_up, up_scale, w_down, down_scale, hidden, round
         ], [4, 1, 1, 1], [REGISTERS, FEW, FEW, FEW])  # fmt: skip
 
 
-def _tiles(w: Tensor, rows: int) -> Any:
+def tiles_of(w: Tensor, rows: int) -> Any:
     """A matrix as bulk copies read it: `rows` rows of 128 bytes"""
     wide = 128 // w.element_size()
     return TensorDescriptor.from_tensor(w, [rows, wide], gl.NVMMASharedLayout(128, 8 * w.element_size(), 2))
@@ -231,8 +231,9 @@ def experts_streamed(
     out = torch.empty(tokens * placed.top_k, hidden_size, dtype=torch.bfloat16, device=up.device)
     launch(
         experts_kernel, multiprocessors(up.device),
-        x.values, x.scale, _tiles(up.view(-1, hidden_size), 64), up_scale, _tiles(down.view(-1, width), 64), down_scale,
-        hidden, rounded, _tiles(rounded, placed.block), h_scale, out,
+        x.values, x.scale, tiles_of(up.view(-1, hidden_size), 64), up_scale,
+        tiles_of(down.view(-1, width), 64), down_scale,
+        hidden, rounded, tiles_of(rounded, placed.block), h_scale, out,
         placed.lists, placed.share, placed.counts, placed.beyond, placed.marks, tokens,
         D=hidden_size, I=width, APART=rounded.stride(0), TOP_K=placed.top_k, EXPERTS=experts, T=placed.block,
         BK=128 // up.element_size(), STAGES=STAGES[placed.block], WIDTH=triton.next_power_of_2(width),

@@ -16,8 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from diffusiongemma.ops import few_triton, product_triton
+from diffusiongemma.ops.early_triton import ready, run
 from diffusiongemma.ops.fused import Rows
-from diffusiongemma.ops.kernels import early, gluon, interpreted, launch
+from diffusiongemma.ops.kernels import gluon
 from diffusiongemma.ops.product_triton import product
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.routing import Placed, Routing
@@ -47,11 +48,19 @@ def streams(block: int, up: Tensor, down: Tensor) -> bool:
     return fits and width <= WIDEST and gluon(up.device)
 
 
+def streams_wide(block: int, up: Tensor, down: Tensor) -> bool:
+    """The same for blocks of many rows (`wide_gluon.NUMBERS`), of tiles in pairs and with more stages than
+    `wide_copies_gluon.STAGES`. Nothing has room beside them: who leaves room for those of `streams` need not here."""
+    if not up.dtype == down.dtype == FP8 or block not in (128, 160):
+        return False
+    hidden, width = down.shape[1:3]
+    fits = hidden % 256 == width % 64 == 0 and hidden > 4 * 128 and 4 * 128 < width <= 2 * WIDEST
+    return fits and gluon(up.device)
+
+
 @triton.jit
 def combine_kernel(pairs, out, K: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, HOPPER: tl.constexpr):
-    if HOPPER:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    ready(HOPPER)
     token = tl.program_id(0) // tl.cdiv(D, WIDTH)
     at = tl.program_id(0) % tl.cdiv(D, WIDTH) * WIDTH + tl.arange(0, WIDTH)
     first = pairs + token.to(tl.int64) * (K * D) + at
@@ -66,10 +75,7 @@ def combine(pairs: Tensor, k: int) -> Tensor:
     tokens, hidden = pairs.shape[0] // k, pairs.shape[1]
     out = torch.empty(tokens, hidden, dtype=pairs.dtype, device=pairs.device)
     width = min(1024, triton.next_power_of_2(hidden))
-    launch(
-        combine_kernel, tokens * triton.cdiv(hidden, width), pairs, out, K=k, D=hidden, WIDTH=width,
-        HOPPER=not interpreted(), num_warps=4, **early(),
-    )  # fmt: skip
+    run(combine_kernel, tokens * triton.cdiv(hidden, width), pairs, out, K=k, D=hidden, WIDTH=width, num_warps=4)
     return out
 
 
@@ -94,8 +100,15 @@ def experts_pairs(x: Rows, index: Tensor, weight: Tensor, up_q: Tensor, up_scale
     their weights; if nobody knows, they are sorted. `stream`: both products in one launch where that can be"""
     if few and len(index) <= few_triton.FEW:
         return few_triton.experts_few(x, index, weight, up_q, up_scale, down_q, down_scale)
-    if stream and placed is not None and streams(placed.block, up_q, down_q):
-        return _streamed(rows_for(x, up_q), placed, up_q, up_scale, down_q, down_scale)
+    if stream and placed is not None:
+        if streams(placed.block, up_q, down_q):
+            return _streamed(rows_for(x, up_q), placed, up_q, up_scale, down_q, down_scale)
+        if streams_wide(placed.block, up_q, down_q):
+            from diffusiongemma.ops.wide_gluon import experts_wide
+
+            assert up_scale is not None
+            assert down_scale is not None
+            return experts_wide(rows_for(x, up_q), placed, up_q, up_scale, down_q, down_scale)
     experts = up_q.shape[0]
     routing = placed or route(index, experts, block_rows(index.numel(), experts, format_of(up_q)))
     hidden = gate_up(rows_for(x, up_q), routing, up_q, up_scale)

@@ -8,6 +8,7 @@ Legend: N tokens, D hidden, H query heads, K key/value heads, Dh head size, E ex
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,6 +73,12 @@ def after_feed_forward(
     x = x + rms_norm(both, after_sum, eps)
     x = x * scalar if behind is None else torch.cat([x[: behind[0]] * scalar, x[behind[0] :] * behind[1]])
     return x, norm_rows(x, following, eps, quant)
+
+
+def forget(tensors: Sequence[Tensor]) -> None:
+    """Nobody reads these any more, and what they hold means nothing from here on: NaN, so that a reader would show"""
+    for t in tensors:
+        t.fill_(torch.nan)
 
 
 def summed(pairs: Tensor, tokens: int) -> Tensor:

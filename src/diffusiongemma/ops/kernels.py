@@ -1,4 +1,8 @@
-"""Whether Triton kernels can run here, how they are launched, and how many are compiled at once.
+"""Whether Triton kernels can run here, what the card can do, how they are launched, and how many are compiled at once.
+
+What kernels need of a card: 8.9 for products of fp8 numbers, 9.0 for launches that begin early and for prefetches in
+bulk, and Hopper itself (9.0, no other) for those in Gluon. How much shared memory a program may have differs, too, and
+with it their tiles. All but Hopper are cards that the kernels were compiled for and never run on (`engine/trial.py`).
 
 This module imports without Triton and without a GPU, as does everything above `ops`: the `*_triton` modules are
 imported only after `unavailable` has found nothing.
@@ -15,7 +19,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,11 +27,44 @@ log = logging.getLogger(__name__)
 
 TRIED = ((3, 6), (3, 9))  # versions of Triton that compile the kernels in Gluon, a language that still changes
 
+OLDEST = (8, 9)  # compute capability: tensor cores that multiply fp8 numbers
+HOPPER = (9, 0)
+
 _compile_only: ContextVar[bool] = ContextVar("compile_only", default=False)
 
 
-def unavailable(device: torch.device | str, capability: tuple[int, int] = (9, 0)) -> str | None:
-    """Why no Triton kernel can run on this device, or None. `capability`: what the kernel is laid out for."""
+class Card(NamedTuple):
+    """What kernels ask of a device."""
+
+    capability: tuple[int, int]
+    shared: int  # bytes of shared memory that one program may have
+    processors: int  # multiprocessors
+
+    @property
+    def early(self) -> bool:
+        """May a launch begin before the one before it has ended, and a program prefetch in bulk?"""
+        return self.capability >= HOPPER
+
+    @property
+    def small(self) -> bool:
+        """Is there too little shared memory for tiles laid out for Hopper's 227 KB?"""
+        return self.shared < ROOMY
+
+
+ROOMY = 200 << 10
+NO_CARD = Card(HOPPER, 227 << 10, 3)  # the interpreter: as on Hopper, with few programs of those that share work
+
+
+@cache
+def card(device: torch.device) -> Card:
+    if device.type != "cuda":
+        return NO_CARD
+    found: Any = torch.cuda.get_device_properties(device)
+    return Card((found.major, found.minor), int(found.shared_memory_per_block_optin), int(found.multi_processor_count))
+
+
+def unavailable(device: torch.device | str) -> str | None:
+    """Why no Triton kernel can run on this device, or None."""
     device = torch.device(device)
     if find_spec("triton") is None:
         return "Triton is not installed"
@@ -37,20 +74,28 @@ def unavailable(device: torch.device | str, capability: tuple[int, int] = (9, 0)
         return f"Triton kernels need a CUDA device, not {device.type}"
     if torch.version.hip is not None:
         return "the kernels were never tried on AMD cards"
-    found = torch.cuda.get_device_capability(device)
-    if found < capability:
-        least = f"{capability[0]}.{capability[1]}"
-        return f"the kernels are laid out for compute capability {least} and above, this card has {found[0]}.{found[1]}"
+    found = card(device).capability
+    if found < OLDEST:
+        return f"the kernels need compute capability {dotted(OLDEST)} or more, this card has {dotted(found)}"
     return None
+
+
+def untried(device: torch.device) -> bool:
+    """Was no card like this ever seen to run the kernels?"""
+    return card(device).capability != HOPPER
+
+
+def dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
 
 
 def gluon_unavailable(device: torch.device) -> str | None:
     """Why no kernel in Gluon can run on this device, or None"""
-    if interpreted() or device.type != "cuda":
+    if interpreted() or device.type == "cpu":
         return "Gluon has no interpreter"
-    found = torch.cuda.get_device_capability(device)
-    if found[0] != 9:
-        return f"they are laid out for Hopper (9.0), this card has {found[0]}.{found[1]}"
+    found = card(device).capability
+    if found != HOPPER:
+        return f"they are laid out for Hopper ({dotted(HOPPER)}), this card has {dotted(found)}"
     import triton
 
     version = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])
@@ -74,15 +119,6 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-@cache
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program may have."""
-    if device.type != "cuda":
-        return 227 << 10
-    properties: Any = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin)
-
-
 def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
     if _compile_only.get():
         kernel.warmup(*args, grid=(programs,), **options)
@@ -93,10 +129,19 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
 EARLY = True
 
 
+def begins_early() -> bool:
+    """Do launches on the current card begin before the one before them has ended?"""
+    if interpreted():
+        return False
+    from triton.runtime.driver import driver
+
+    return card(torch.device("cuda", driver.active.get_current_device())).early
+
+
 def early() -> dict[str, bool]:
     """Options of a launch that may begin before the one before it has ended. Its kernel must call `gdc_wait` before it
     reads what that one writes, and before it writes anything that others know."""
-    return {"launch_pdl": True} if EARLY and not interpreted() else {}
+    return {"launch_pdl": True} if EARLY and begins_early() else {}
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 """Linear layers on a GPU with weights in 8 or 4 bits, and the dense MLP with GeGLU in the same kernel.
 
 Signatures as in `ops/quantized.py`: q and scale of [O, K]; 4-bit weights as `ops/int4.py` packs them. fp8 goes to the
-vendor's kernel (`torch._scaled_mm`, one scale a row on both sides) from `VENDOR_ROWS` rows on.
+vendor's kernel (`torch._scaled_mm`, one scale a row on both sides) from `VENDOR_ROWS` rows on; on Hopper only, as other
+cards have no such product (it is refused on 8.9 and on 12.0, pytorch/pytorch#192707).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from diffusiongemma.ops.fused import Rows
-from diffusiongemma.ops.kernels import interpreted
+from diffusiongemma.ops.kernels import interpreted, untried
 from diffusiongemma.ops.product_triton import product, supported
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.rows_triton import quantize_rows, rows_for
@@ -25,7 +26,7 @@ VENDOR_ROWS = 64
 def linear_rows(x: Rows, q: Tensor, scale: Tensor | None = None) -> Tensor:
     """x [N, K], weight of [O, K] -> [N, O] bfloat16"""
     x = rows_for(x, q)
-    if q.dtype == FP8 and len(x.values) >= VENDOR_ROWS and not interpreted():
+    if q.dtype == FP8 and len(x.values) >= VENDOR_ROWS and not interpreted() and not untried(q.device):
         assert x.scale is not None
         assert scale is not None
         return torch._scaled_mm(x.values, q.t(), x.scale, scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True)

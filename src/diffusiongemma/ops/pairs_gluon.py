@@ -45,6 +45,7 @@ from diffusiongemma.ops.stream_gluon import (
     barrier,
     begin,
     following,
+    gated,
     hear,
     mailbox,
     plan_part,
@@ -114,8 +115,7 @@ def _up_tile(x_scale, hidden, order, ring, xs, sc, ready, free, flags, at, start
     one, two = _multiply(ring, xs, sc, ready, free, place, mma, D // 64, T, STAGES)
     one = one * gl.expand_dims(factor, 0)
     two = two * gl.expand_dims(factor, 0)
-    y = 1.5957691216057308 * (one + 0.044715 * one * one * one)
-    one = one * (1 / (1 + gl.exp(-y))) * two
+    one = gated(one, two)
     to = hidden + gl.expand_dims((start + row).to(gl.int64) * I, 1) + (at % UP * 64 + column)
     store_rows(one, to, gl.expand_dims(start + row < end, 1) & (column < 64), wide)
     barrier()

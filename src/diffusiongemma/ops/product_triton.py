@@ -18,9 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from diffusiongemma.ops import kernels
+from diffusiongemma.ops.early_triton import ready, run
 from diffusiongemma.ops.fused import Rows
 from diffusiongemma.ops.int4 import PAIRS
-from diffusiongemma.ops.kernels import early, interpreted, launch, shared_memory, unavailable
+from diffusiongemma.ops.kernels import begins_early, interpreted, unavailable
 from diffusiongemma.ops.product_tile_triton import prefetch, tile_of
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.routing import Placed, Routing
@@ -51,8 +53,8 @@ def product_kernel(x, x_scale, w, w_scale, out, order, share, table, beyond, row
     Of pairs, a program makes BO = 64 gates with their ups, or two tiles of BO outputs side by side.
     STAY: "evict_last", if the result is to stay in the L2 cache.
     MORE, SMALL: rows beside the T, and up to how many an expert takes a smaller tile (0: always the whole).
-    HOPPER: not in the interpreter. A program may then start before the launch before it has ended: it asks for AHEAD
-    bytes of each of its rows of the weight, and waits.
+    HOPPER: as in `ready`. Where a program may start before the launch before it has ended, it asks for AHEAD bytes of
+    each of its rows of the weight (0: for none), and waits.
     """
     PLACED: tl.constexpr = beyond is not None
     WIDE: tl.constexpr = 2 * BO if FORMAT == "pairs" and not GATED else BO
@@ -64,8 +66,8 @@ def product_kernel(x, x_scale, w, w_scale, out, order, share, table, beyond, row
     else:  # neighbours share the expert
         block = tl.program_id(0) // TILES
         tile = tl.program_id(0) % TILES
-    if HOPPER:
-        if AHEAD > 0 and tl.program_id(0) < FIRST:
+    if AHEAD > 0:  # noqa: SIM102
+        if tl.program_id(0) < FIRST:
             expert = 0
             if ROUTED != "no":
                 # Until the launch before has ended, the table may not be there: what is read only guides a guess.
@@ -75,8 +77,7 @@ def product_kernel(x, x_scale, w, w_scale, out, order, share, table, beyond, row
             prefetch(w + line * K, tl.full((BO,), AHEAD, tl.int32))
             if GATED:
                 prefetch(w + (line + O) * K, tl.full((BO,), AHEAD, tl.int32))
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    ready(HOPPER)
     if ROUTED == "no":
         expert = 0
         start = block * T
@@ -188,7 +189,7 @@ def product(
     order, table, beyond, room = _lists(routing)
     rows, made = _sizes(len(values), routing, share)
     experts, block = (0, rows) if routing is None else (w.shape[0], routing.block)
-    tile = tile or choose(Shape(fmt, inputs, width, experts, gated, block), shared_memory(values.device))
+    tile = tile or choose(Shape(fmt, inputs, width, experts, gated, block), kernels.card(values.device).shared)
     assert tile.more == 0 or (routing is not None and fmt != "pairs"), "only blocks of an expert have rows more"
     assert routing is None or tile.rows + tile.more == block, f"a tile of {tile.rows} + {tile.more} rows, not {block}"
     apart = inputs if values.is_contiguous() else values.stride(0)
@@ -199,8 +200,8 @@ def product(
     out = torch.empty(made, width, dtype=torch.bfloat16 if values.dtype == FP8 else values.dtype, device=values.device)
     blocks = room or triton.cdiv(rows, tile.rows)
     # Which experts a few tokens take cannot be guessed. 4-bit weights gained nothing.
-    ahead = 0 if fmt == "pairs" or blocks < experts else min(AHEAD, inputs * w.element_size())
-    launch(
+    ahead = min(AHEAD, inputs * w.element_size()) if begins_early() and fmt != "pairs" and blocks >= experts else 0
+    run(
         product_kernel, blocks * triton.cdiv(width, tile.outputs),
         values, x.scale, w, w_scale, out,
         order, share, table, beyond, rows, blocks,
@@ -210,7 +211,7 @@ def product(
         T=tile.rows, BO=tile.outputs // (1 + paired), STEP=step, STAGES=tile.stages,
         EXPERTS=experts, AHEAD=ahead, FIRST=FIRST, MORE=tile.more, SMALL=_small(tile) if routing is not None else 0,
         STAY="evict_last" if routing is not None and 2 * rows * width <= CACHED else "",
-        HOPPER=not interpreted(), num_warps=tile.warps, maxnreg=tile.registers or None, **early(),
+        num_warps=tile.warps, maxnreg=tile.registers or None,
     )  # fmt: skip
     if not quantise:
         return Rows(out)

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from diffusiongemma.ops import kernels
 from diffusiongemma.ops.early_triton import SEPARATE, ready, run
 from diffusiongemma.ops.kernels import unavailable
 from diffusiongemma.ops.routing import Placed, counters, most_beyond
@@ -40,10 +41,11 @@ class Blocks(NamedTuple):
 BLOCKS = Blocks(16, 256, 256, 4, 1)
 
 
-def blocks_for(rows: int) -> Blocks:
-    """About as many programs as a card runs at once; parts and depth order the sums and are the same for all."""
-    size = next((size for size in (16, 32, 64) if rows <= 32 * size), 128)
-    return BLOCKS._replace(rows=size, warps=4 if size < 64 else 8)
+def blocks_for(rows: int, small: bool = False) -> Blocks:
+    """About as many programs as a card runs at once; parts and depth order the sums and are the same for all. `small`:
+    for a card with less shared memory than Hopper"""
+    size = next((size for size in (16, 32, 64) if rows <= 32 * size), 64 if small else 128)
+    return BLOCKS._replace(rows=size, warps=4 if size < (32 if small else 64) else 8)
 
 
 class To(NamedTuple):
@@ -152,7 +154,7 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """As `fused.route`."""
     to = _to(x, top_k)
-    _run(x, proj, scale, per_expert_scale, eps, to, 0, blocks or blocks_for(len(x)))
+    _run(x, proj, scale, per_expert_scale, eps, to, 0, blocks or blocks_for(len(x), kernels.card(x.device).small))
     return to.chosen, to.weight
 
 
@@ -178,7 +180,7 @@ def place(
     share = torch.empty(experts, rows, dtype=torch.float32, device=x.device)
     beyond = torch.empty(most_beyond(rows * top_k, block), dtype=torch.int32, device=x.device)
     to = _to(x, top_k)._replace(lists=lists, place=at, share=share, counts=counts, beyond=beyond)
-    _run(x, proj, scale, per_expert_scale, eps, to, block, blocks_for(rows), eager)
+    _run(x, proj, scale, per_expert_scale, eps, to, block, blocks_for(rows, kernels.card(x.device).small), eager)
     return to.chosen, to.weight, Placed(lists, at, share, counts, beyond, marks, block, top_k)
 
 

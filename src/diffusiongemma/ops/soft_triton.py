@@ -16,8 +16,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from diffusiongemma.ops import kernels
+from diffusiongemma.ops.copies_triton import described, tile_at
 from diffusiongemma.ops.early_triton import ready, run
 from diffusiongemma.ops.kernels import gluon
 from diffusiongemma.ops.quant import FP8
@@ -51,9 +52,12 @@ class Parts(NamedTuple):
     fixed: bool  # the factors of all tiles of a row are equal
 
 
-def soft_blocks(itemsize: int) -> Blocks:
+def soft_blocks(itemsize: int, small: bool = False) -> Blocks:
+    """`small`: for a card with less shared memory than Hopper"""
     if itemsize == 4:  # no tensor cores: for tests
         return Blocks(32, 64, 64, 4, 2)
+    if small:
+        return Blocks(128, 128, 128 // itemsize, 8, 3)
     return Blocks(128, 256, 64, 8, 4) if itemsize == 2 else Blocks(256, 128, 128, 8, 4)
 
 
@@ -137,11 +141,11 @@ def _soft_kernel(
             if SKIP:
                 at = tl.load(which + block * tiles + i // (TILE // BLOCK_K))
                 step = at * (TILE // BLOCK_K) + i % (TILE // BLOCK_K)
-            a = p.load([row, step * BLOCK_K])
+            a = tile_at(p, row, step * BLOCK_K, rows, vocab, vocab, BLOCK_N, BLOCK_K)
             if EIGHT:
-                b = tl.trans(w.load([column, step * BLOCK_K]))
+                b = tl.trans(tile_at(w, column, step * BLOCK_K, width, vocab, vocab, BLOCK_D, BLOCK_K))
             else:
-                b = w.load([step * BLOCK_K, column])
+                b = tile_at(w, step * BLOCK_K, column, vocab, width, width, BLOCK_K, BLOCK_D)
             if SCALED:
                 factors = tl.load(factor + n.to(tl.int64) * tiles + step * BLOCK_K // TILE, mask=n < rows, other=0.0)
                 a = (a.to(tl.float32) * factors[:, None]).to(b.dtype)
@@ -208,7 +212,7 @@ def soft_embed(
     `blocks`: the tile of this module's own product"""
     eight = table.soft is not None
     raw = p.fixed and not eight
-    b = blocks or soft_blocks(1 if eight else p.weights.element_size())
+    b = blocks or soft_blocks(1 if eight else p.weights.element_size(), kernels.card(p.weights.device).small)
     if table.soft is not None and blocks is None and skip == 0 and gluon(table.soft.device):
         from diffusiongemma.ops import soft_gluon
 
@@ -252,8 +256,7 @@ def _product(weights: Tensor, p: Parts, table: Table, b: Blocks, some: Needed | 
     part = torch.empty(PARTS, rows, width, dtype=torch.float32, device=weights.device)
     run(
         _soft_kernel, PARTS * triton.cdiv(rows, b.rows) * triton.cdiv(width, b.width),
-        TensorDescriptor.from_tensor(weights, [b.rows, depth]),
-        TensorDescriptor.from_tensor(w, [b.width, depth] if eight else [depth, b.width]),
+        described(weights, [b.rows, depth]), described(w, [b.width, depth] if eight else [depth, b.width]),
         p.factor, None if some is None else some.which, None if some is None else some.tiles, part,
         rows, width, vocab, p.factor.shape[1], TILE=p.tile, EIGHT=eight, SCALED=not eight and not p.fixed,
         SKIP=some is not None, STEPS=FP8_STEPS if eight else 1 << 30, PARTS=PARTS,

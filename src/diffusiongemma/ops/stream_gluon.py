@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, attr-defined"
 # ruff: noqa: RUF059  (a message has four numbers, and not every part needs them all)
-"""What the parts of kernels that stream experts have in common (`experts_gluon.py`, `pairs_gluon.py`): the order of the
-tiles, the mailboxes by which a part learns what comes next, the rounding of rows between the two products. What comes
-before the mailboxes, all kernels in Gluon share.
+"""What the parts of kernels that stream experts have in common (`experts_gluon.py`, `pairs_gluon.py`, `wide_gluon.py`
+with tiles in pairs): the order of the tiles, the mailboxes by which a part learns what comes next, the rounding of rows
+between the two products. What comes before the mailboxes, all kernels in Gluon share.
 
 A tile is 64 outputs of the first product with their gates, or 128 of the second, of one block of rows. Tiles are
 numbered: first those of the first product, block by block, then those of the second. A program takes the next number
@@ -175,6 +175,13 @@ def plan_part(box, told, heard, guess, guessed, unused, later, later_told, later
     tell(box, told, heard, slot, phase, -1, 0, 0, 0, MOST)
     if ROUND:
         tell(later, later_told, later_heard, later_slot, later_phase, -1, 0, 0, 0, ROUNDS)
+
+
+@gluon.jit
+def gated(one, two):
+    """gelu(one) x two"""
+    y = 1.5957691216057308 * (one + 0.044715 * one * one * one)
+    return one * (1 / (1 + gl.exp(-y))) * two
 
 
 @gluon.jit

@@ -15,10 +15,13 @@ from typing import Literal
 import torch
 
 from diffusiongemma.errors import DeviceError
+from diffusiongemma.ops.kernels import NO_CARD
 
 log = logging.getLogger(__name__)
 
 Format = Literal["bf16", "fp8", "int8", "pairs"]  # pairs: of 4-bit weights, a byte each (`ops/int4.py`)
+LARGE = NO_CARD.shared  # bytes of shared memory that a program may have on Hopper
+MOST_SUMS = 80  # of a thread on cards with less
 _WEIGHT_BITS: dict[Format, int] = {"bf16": 16, "fp8": 8, "int8": 8, "pairs": 4}
 
 
@@ -100,9 +103,9 @@ def step_of(fmt: Format, inputs: int) -> int:
 
 def block_rows(pairs: int, experts: int, fmt: Format | None = None) -> int:
     """Rows of an expert's block: enough that nearly all experts need one, for a second block reads the weights once
-    more. Experts that may be streamed have 64 for longer, because those of more rows are not. In fp8 a tile of 128 rows
-    may have a quarter more beside it (measured there only). 4-bit weights, whose sums take twice the registers, have at
-    most 64."""
+    more. Experts that may be streamed have 64 for longer, because those of more rows are not, or leave no room beside
+    them. In fp8 a tile of 128 rows may have a quarter more beside it (measured there only). 4-bit weights, whose sums
+    take twice the registers, have at most 64."""
     mean = pairs / experts
     if mean <= (50 if fmt in ("fp8", "bf16") else 44) or fmt == "pairs":
         return 16 if mean <= 4 else 32 if mean <= 20 else 64
@@ -118,31 +121,44 @@ def split(rows: int) -> tuple[int, int]:
 def choose(shape: Shape, limit: int) -> Tile:
     """The tuned tile, else the rule's; `limit`: bytes of shared memory that a program may have."""
     tuned = TUNED.get(shape.key())
-    if tuned is not None and shared_bytes(shape, tuned) <= limit:
-        return tuned
-    return next((tile for tile in candidates(shape) if shared_bytes(shape, tile) <= limit), candidates(shape)[-1])
+    tried = [*([] if tuned is None else [tuned]), *candidates(shape, limit)]
+    return next((tile for tile in tried if fits(shape, tile, limit)), tried[-1])
 
 
-def shared_bytes(shape: Shape, tile: Tile) -> int:
-    """About what a tile takes: `stages` steps of weight and x."""
+def fits(shape: Shape, tile: Tile, limit: int) -> bool:
+    """Into shared memory, and on cards with less of it than Hopper into registers: sums share those with the numbers
+    that are multiplied there."""
+    return shared_bytes(shape, tile, limit) <= limit and (limit >= LARGE or _sums(shape, tile) <= MOST_SUMS)
+
+
+def _sums(shape: Shape, tile: Tile) -> int:
+    """That one thread holds"""
+    paired = shape.gated or shape.format == "pairs"
+    outputs = tile.outputs // (2 if shape.format == "pairs" and not shape.gated else 1)
+    return (tile.rows + tile.more) * outputs * (1 + paired) // (32 * tile.warps)
+
+
+def shared_bytes(shape: Shape, tile: Tile, limit: int = LARGE) -> int:
+    """About what a tile takes: `stages` steps of weight and x. On cards with a lower limit tensor cores read registers,
+    and a step is not held until its product is made: one less."""
     step = step_of(shape.format, shape.inputs) * (tile.turns if shape.format == "pairs" else 1)
     weight = tile.outputs * (1 + shape.gated) * step * _WEIGHT_BITS[shape.format] // 8
     x = (tile.rows + tile.more) * step * (1 if shape.format in ("fp8", "pairs") else 2)
-    return tile.stages * (x + weight) + 4096
+    return (tile.stages - (limit < LARGE)) * (x + weight) + 4096
 
 
-def candidates(shape: Shape) -> list[Tile]:
-    """Tiles worth trying, the rule's choice first; the last one fits any card."""
+def candidates(shape: Shape, limit: int = LARGE) -> list[Tile]:
+    """Tiles worth trying, the rule's choice first; the last one fits any card. `limit`: as in `choose`"""
     if shape.format == "pairs":
         return _pair_tiles(shape)
     more = split(shape.rows)[1] if shape.experts else 0
     found = []
     for rows, outputs in _sizes(shape):
         for warps in (4, 8) if rows <= 32 or outputs == 64 or shape.format == "fp8" else (8, 4):
-            sums = (rows + more) * outputs * (1 + shape.gated) // (32 * warps)  # that one thread holds
+            sums = _sums(shape, Tile(rows, outputs, warps, 2, more=more))
             if sums <= (160 if more and warps == 8 else 128) and (warps == 4 or outputs > 64 or rows > 64):
                 tiles = [Tile(rows, outputs, warps, stages, more=more) for stages in range(2, 10)]
-                found += _deep(shape, tiles)
+                found += _deep(shape, tiles, limit)
     return [*found, Tile(min(tile.rows for tile in found), 64, 8 if more else 4, 2, more=more)]
 
 
@@ -176,21 +192,21 @@ def _badness(shape: Shape, rows: int, outputs: int) -> float:
     return -(-programs // 132) * (rows * outputs + 2048 * (rows != 128) + 2048 * (outputs != 128))
 
 
-def _deep(shape: Shape, tiles: list[Tile]) -> list[Tile]:
+def _deep(shape: Shape, tiles: list[Tile], limit: int) -> list[Tile]:
     """Of tiles with 2, 3, … stages those with as many as let two programs share a multiprocessor, or a large one fill
     it; then one less, one more, two less."""
     first = tiles[0]
     alone = first.rows + first.more > 64 and (first.warps == 8 or not shape.experts)
-    budget = (216 if alone else 112) << 10
-    deep = sum(shared_bytes(shape, tile) <= budget for tile in tiles[:-1]) or 1
+    budget = limit - (11 << 10) if alone else (limit - (3 << 10)) // 2
+    deep = sum(shared_bytes(shape, tile, limit) <= budget for tile in tiles[:-1]) or 1
     return [tiles[n - 1] for n in (deep, deep - 1, deep + 1, deep - 2) if n >= 1]
 
 
 def tune(shape: Shape, measure: Callable[[Tile], float], limit: int, tiles: Iterable[Tile] | None = None) -> Tile:
     """Times every candidate (`measure` runs the product with it) and keeps the fastest in `TUNED`."""
     times: dict[Tile, float] = {}
-    for tile in tiles if tiles is not None else candidates(shape):
-        if shared_bytes(shape, tile) > limit:
+    for tile in tiles if tiles is not None else candidates(shape, limit):
+        if not fits(shape, tile, limit):
             continue
         try:
             times[tile] = measure(tile)

@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from diffusiongemma.ops import kernels
 from diffusiongemma.ops.early_triton import ready, run
 from diffusiongemma.ops.kernels import unavailable
 from diffusiongemma.ops.soft_triton import Parts, soft_embed
@@ -155,12 +156,13 @@ def vocab_end(
     `at_once`: positions for which the table is read once; their weights lie in memory meanwhile.
     """
     fixed = coldest is not None and cap / coldest <= WIDEST
+    blocks = head_blocks(few, table.weight.dtype, kernels.card(hidden.device).small)
     parts = []
     for first in range(0, hidden.shape[0], at_once):
         x = hidden[first : first + at_once]
         part = rules.rows(first, first + at_once).contiguous()
         if how == "fused":
-            weights, stats, tile = weigh_fused(x, table, part, cap, head_blocks(few, table.weight.dtype), fixed)
+            weights, stats, tile = weigh_fused(x, table, part, cap, blocks, fixed)
         else:
             weights, stats, tile = weigh_library(x, table, part, cap, fixed)
         weighed = Weighed(weights, stats, tile, cap, fixed)

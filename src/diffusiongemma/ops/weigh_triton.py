@@ -15,9 +15,9 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from diffusiongemma.errors import InputError
+from diffusiongemma.ops.copies_triton import described, tile_at
 from diffusiongemma.ops.early_triton import multiprocessors, ready, run
 from diffusiongemma.ops.kernels import gluon
 from diffusiongemma.ops.norm_triton import quantize_rows
@@ -43,12 +43,14 @@ class Blocks(NamedTuple):
     resident: int = 1  # programs on a multiprocessor
 
 
-def head_blocks(few: bool, dtype: torch.dtype) -> Blocks:
-    """For a table of this dtype"""
+def head_blocks(few: bool, dtype: torch.dtype, small: bool = False) -> Blocks:
+    """For a table of this dtype; `small`: on a card with less shared memory than Hopper"""
     if dtype.itemsize == 4:  # no tensor cores: for tests
         return Blocks(32, 128, 64, 4, 2)
     if few:  # reading the table is all there is: many small programs keep more of it on its way
-        return Blocks(16, 128, 256 // dtype.itemsize, 4, 5, 16)
+        return Blocks(16, 128, 256 // dtype.itemsize, 4, 3 if small else 5, 16)
+    if small:
+        return Blocks(128, 128, 128 // dtype.itemsize, 8, 3)
     if dtype.itemsize == 1:  # two programs on a multiprocessor: one multiplies while the other makes its weights
         return Blocks(128, 128, 128, 4, 3, 2)
     return Blocks(128, 256, 128 // dtype.itemsize, 8, 4)  # what two warp groups hold in registers
@@ -86,6 +88,7 @@ def _head_kernel(
 ):  # fmt: skip
     """A tile of hidden [N, D] times table [V, D], transposed, and what is kept of it."""
     ready(HOPPER)
+    WIDTH: tl.constexpr = D if D % BLOCK_K else None
     blocks = tl.cdiv(rows, BLOCK_N)
     tiles = tl.cdiv(vocab, BLOCK_V)
     # Each program has many tiles, as one loop: the next tile is on its way while this one's weights are made.
@@ -94,8 +97,8 @@ def _head_kernel(
         tile, block = item // blocks, item % blocks
         acc = tl.zeros((BLOCK_N, BLOCK_V), tl.int32 if INT else tl.float32)
         for k in range(0, D, BLOCK_K):
-            a = x.load([block * BLOCK_N, k])
-            b = w.load([tile * BLOCK_V, k])
+            a = tile_at(x, block * BLOCK_N, k, rows, WIDTH, D, BLOCK_N, BLOCK_K)
+            b = tile_at(w, tile * BLOCK_V, k, vocab, WIDTH, D, BLOCK_V, BLOCK_K)
             acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee", out_dtype=acc.dtype)
         row = block * BLOCK_N + tl.arange(0, BLOCK_N)
         token = tile * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -212,9 +215,8 @@ def weigh_fused(
         return weights, stats, b.vocab
     run(
         _head_kernel, min(tiles * triton.cdiv(rows, b.rows), b.resident * multiprocessors(x.device)),
-        TensorDescriptor.from_tensor(x, [b.rows, b.depth]),
-        TensorDescriptor.from_tensor(table.weight, [b.vocab, b.depth]),
-        x_scale, table.scale, *_rules(rules), weights, *stats, rows, vocab, _words(rules),
+        described(x, [b.rows, b.depth]), described(table.weight, [b.vocab, b.depth]), x_scale, table.scale,
+        *_rules(rules), weights, *stats, rows, vocab, _words(rules),
         D=width, CAP=cap, EIGHT=table.scale is not None, INT=table.weight.dtype == torch.int8, **_flags(rules),
         FIXED=fixed, BLOCK_N=b.rows, BLOCK_V=b.vocab, BLOCK_K=b.depth, num_warps=b.warps, num_stages=b.stages,
     )  # fmt: skip

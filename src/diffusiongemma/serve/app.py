@@ -166,9 +166,14 @@ def _add_errors(app: FastAPI) -> None:
             http.scope["ended_as"] = CLIENT_GONE
         return error.response()
 
-    async def http_error(_: HttpRequest, error: Exception) -> Response:
+    async def http_error(http: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
+        path, message = http.url.path[:256], str(error.detail)
+        if error.status_code == 404:
+            message = f"there is no path {path}; /docs has those that there are"
+        elif error.status_code == 405:
+            message = f"{path} takes no {http.method}, only {(error.headers or {}).get('Allow', 'what /docs says')}"
+        return ApiError(error.status_code, message, headers=error.headers).response()
 
     async def invalid(_: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)

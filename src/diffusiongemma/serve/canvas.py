@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from diffusiongemma.engine import Commit, Draft, EditResult, Engine, FillResult, Hole, Metrics
 from diffusiongemma.engine.edit import edit_stream
-from diffusiongemma.engine.fill import fill_stream
+from diffusiongemma.engine.fill import fill_stream, parse_template
 from diffusiongemma.engine.form import form_stream
 from diffusiongemma.engine.worker import Scope
 from diffusiongemma.errors import DiffusionGemmaError
@@ -27,6 +27,7 @@ from diffusiongemma.serve.schema import EditRequest, InfillRequest
 from diffusiongemma.serve.stream import ALIVE, Head, draft_event, event, new_id
 from diffusiongemma.serve.usage import usage_of
 from diffusiongemma.serve.work import Job, Stream
+from diffusiongemma.text.exact import encode_exact
 
 router = APIRouter(route_class=JsonRoute)
 HOLE_TOKENS = 64  # of a hole that states no size, if the request does not either
@@ -69,8 +70,11 @@ def plan_infill(engine: Engine, body: InfillRequest, limit: int, scope: Scope) -
         if isinstance(template, list):
             parts = [part if isinstance(part, str) else Hole(part.max_tokens, part.min_tokens) for part in template]
             template = parts
+        most = token_limit(body.max_tokens, HOLE_TOKENS, limit)
+        _, holes = parse_template(template)
+        if (wanted := sum(hole.max_tokens or most for hole in holes)) > limit:
+            raise bad_request(f"the holes may take {wanted} tokens, this server allows {limit}", "template")
         if body.messages is None:
-            most = token_limit(body.max_tokens, HOLE_TOKENS, limit)
             strategy = body.strategy or "auto"
             return fill_stream(
                 engine, template, max_new_tokens=most, candidates=body.candidates, strategy=strategy, **options
@@ -91,6 +95,8 @@ def plan_infill(engine: Engine, body: InfillRequest, limit: int, scope: Scope) -
 def plan_edit(engine: Engine, body: EditRequest, limit: int, scope: Scope) -> Stream:
     options = sampling_options(engine, body)
     try:
+        if (wanted := len(encode_exact(engine.tokenizer, body.text))) > limit:
+            raise bad_request(f"the text has {wanted} tokens, this server allows {limit}", "text")
         return edit_stream(
             engine,
             body.text,

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse
 
-from diffusiongemma.errors import ConfigError, DiffusionGemmaError
+from diffusiongemma.errors import ConfigError, DiffusionGemmaError, LengthError
 from diffusiongemma.serve.schema import Diffusion
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -82,7 +82,8 @@ def from_engine(error: DiffusionGemmaError, words_of: Mapping[str, str] | None =
         param = f"diffusion.{word}" if word in Diffusion.model_fields else word if word in _FIELDS else None
     for theirs, ours in _OURS.items():
         message = message.replace(theirs, ours)
-    return bad_request(message, param)
+    # As OpenAI calls it: clients shorten a conversation when they see it.
+    return bad_request(message, param, "context_length_exceeded" if isinstance(error, LengthError) else None)
 
 
 def from_validation(problems: Sequence[Mapping[str, Any]], body: Any) -> ApiError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from diffusiongemma.engine import Engine
+from diffusiongemma.engine.fast import FastRunner
 from diffusiongemma.serve.replies import Usage
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
@@ -31,10 +32,17 @@ class ServerMetrics:
             "dgemma_first_draft_seconds", "Until the first draft.", buckets=SECONDS, registry=registry
         )
         self._failures = Gauge("dgemma_engine_failures", "Steps of the engine that failed.", registry=registry)
+        self._recorded = Gauge("dgemma_passes_recorded", "Passes recorded as CUDA graphs so far.", registry=registry)
+        self._dropped = Gauge("dgemma_passes_dropped", "… given up since, for others.", registry=registry)
         self.lost_log_lines = Gauge("dgemma_log_lines_lost", "Log lines that could not be written.", registry=registry)
 
     def watch(self, engine: Engine) -> None:
         self._failures.set_function(lambda: engine.worker.failures)
+        runner = engine.scheduler.runner
+        if isinstance(runner, FastRunner):
+            recorder = runner.recorder
+            self._recorded.set_function(lambda: recorder.recorded)
+            self._dropped.set_function(lambda: recorder.shelves.dropped)
 
     def answered(self, usage: Usage) -> None:
         """One request was answered to its end."""

@@ -8,6 +8,7 @@ from typing import Any
 from diffusiongemma.engine import Engine
 from diffusiongemma.engine.infill import MAX_CANDIDATES
 from diffusiongemma.engine.infill import SEEDS as TRIES
+from diffusiongemma.engine.params import without_stop_rule
 from diffusiongemma.serve.errors import bad_request
 from diffusiongemma.serve.schema import SEEDS, ChatRequest, Common, CompletionRequest, InfillRequest
 from diffusiongemma.text.fim import CANVASES, FimTokens
@@ -24,6 +25,8 @@ def sampling_options(engine: Engine, body: Common) -> dict[str, Any]:
     else:
         if top_p not in (None, 1):
             raise bad_request("top_p has no effect on diffusion: leave it at 1, or ask for mode 'ar'", "top_p")
+        if wrong := without_stop_rule(options):
+            raise bad_request(f"{wrong[0]} has no effect without early_stop: leave it out", f"diffusion.{wrong[0]}")
         options |= _schedule(engine, body.temperature, options)
     options["seed"] = body.seed if body.seed is not None else _fresh_seed(body.temperature)
     return options

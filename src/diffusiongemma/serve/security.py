@@ -106,7 +106,7 @@ class Shield:
 
     async def _check_body(self, scope: Scope, headers: Headers, receive: Receive) -> Receive:
         """Read a body within its limit before anything is done with it."""
-        limit = self._settings.max_body
+        limit = int(self._settings.max_body)
         declared = headers.get("content-length", "0")
         too_large = ApiError(
             413, f"the body is larger than {limit} bytes", code="too_large", headers={"Connection": "close"}

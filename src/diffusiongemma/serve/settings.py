@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from diffusiongemma.errors import ConfigError
 
 KEYS_VARIABLE = "DGEMMA_API_KEYS"
 MIN_KEY = 16
+_FLAGS = {"cache": "cache (--cache-mib)", "max_body": "max_body (--max-body-mib)"}  # in bytes here
+MAX_NAME = 256  # characters, as `model` of a request may have
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Settings:
     request_seconds: float = 300.0
     receive_seconds: float = 30.0  # for a request to arrive whole
     stall_seconds: float = 30.0  # a reader that takes nothing for so long is disconnected
-    max_body: int = 4 << 20
+    max_body: float = 4 << 20  # bytes
     max_head: int = 32 << 10
     connections: int = 1024
     grace: float = 30.0  # seconds that running requests have when the server is stopped
@@ -40,13 +43,15 @@ class Settings:
 
     def __post_init__(self) -> None:
         problems = [
-            f"{name} must be at least {least}, got {value}"
+            f"{_FLAGS.get(name, name)} must be a number of at least {least}, got {value}"
             for name, least in (
                 ("cache", 1), ("queue", 1), ("max_tokens", 1), ("request_seconds", 0.1), ("receive_seconds", 0.1),
                 ("stall_seconds", 0.1), ("max_body", 1024), ("max_head", 1024), ("connections", 1), ("grace", 0),
             )
-            if (value := getattr(self, name)) < least
+            if not (value := getattr(self, name)) >= least or not math.isfinite(value)
         ]  # fmt: skip
+        if self.name is not None and not 0 < len(self.name) <= MAX_NAME:
+            problems.append(f"name must have from 1 to {MAX_NAME} characters, got {len(self.name)}")
         if self.batch is not None and self.batch < 1:
             problems.append(f"batch must be at least 1, got {self.batch}")
         if not 0 <= self.port <= 65535:

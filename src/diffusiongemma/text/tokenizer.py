@@ -82,7 +82,7 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str], add_bos: bool = False, allow_special: bool = False) -> list[list[int]]:
         start = [self._bos()] if add_bos else []
         library = self._full if allow_special else self._plain
-        with _guarded("this text cannot be tokenized"):
+        with _guarded("this text cannot be tokenized (is it whole characters of UTF-8?)"):
             found = library.encode_batch_fast(list(texts), add_special_tokens=False)  # without places in the text
         rows: list[list[int]] = [encoding.ids for encoding in found]
         if not allow_special and (forged := self._forbidden & set[int]().union(*rows)):

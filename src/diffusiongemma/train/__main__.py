@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from diffusiongemma.errors import DiffusionGemmaError
+from diffusiongemma.errors import ConfigError, DeviceError, DiffusionGemmaError
+
+if TYPE_CHECKING:
+    import torch
+
+    from diffusiongemma.train.recipe import Recipe
 
 
 def train(
@@ -24,17 +30,54 @@ def train(
 
     from diffusiongemma.train.recipe import read_recipe
 
-    chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    given = {key: value for key, value in overrides.items() if value is not None}
+    plan = read_recipe(recipe, **given)
+    if problems := _problems(plan, given, out, max_minutes, benchmark):
+        raise ConfigError("this run cannot be done", problems)
+    chosen = _device(device)
     torch.set_float32_matmul_precision("high")
-    plan = read_recipe(recipe, **{key: value for key, value in overrides.items() if value is not None})
-    if benchmark:
+    if benchmark is not None:
         from diffusiongemma.train.benchmark import run_benchmark
 
-        run_benchmark(plan, out, torch.device(chosen), benchmark)
+        run_benchmark(plan, out, chosen, benchmark)
         return True
     from diffusiongemma.train.loop import Trainer
 
-    return Trainer(plan, out, torch.device(chosen), quiet).run(max_minutes)
+    return Trainer(plan, out, chosen, quiet).run(max_minutes)
+
+
+def _problems(
+    plan: Recipe, given: dict[str, Any], out: Path, max_minutes: float | None, benchmark: float | None
+) -> list[str]:
+    """What is wrong with the options, before minutes have been spent on it"""
+    limits = {"--max-minutes": max_minutes, "--benchmark": benchmark}
+    found = [
+        f"{name} must be a number above 0, got {value}"
+        for name, value in limits.items()
+        if value is not None and not (math.isfinite(value) and value > 0)
+    ]
+    if None not in limits.values():
+        found.append("--max-minutes has no effect with --benchmark, which has its own time: leave it out")
+    for name in ("data", "evaluation"):
+        if name in given and not Path(given[name]).is_dir():
+            found.append(f"--{name}: there is no folder {given[name]}")
+    if "evaluation" in given and not plan.run.evaluate_every:
+        found.append("--evaluation has no effect: [run] evaluate_every of the recipe is 0")
+    if out.exists() and not out.is_dir():
+        found.append(f"--out: {out} is there and is no folder")
+    return found
+
+
+def _device(name: str) -> torch.device:
+    """As `checkpoint.pick_device`, without what that package needs."""
+    import torch
+
+    try:
+        picked = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+        torch.empty(1, device=picked)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise DeviceError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from None
+    return picked
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -16,7 +16,7 @@ import torch
 from diffusiongemma.train.flops import peak_flops
 from diffusiongemma.train.loop import Trainer
 from diffusiongemma.train.recipe import Recipe
-from diffusiongemma.train.report import Window
+from diffusiongemma.train.report import Window, per_second
 from diffusiongemma.train.rows import Rows
 
 
@@ -52,7 +52,7 @@ def _measure(trainer: Trainer, seconds: float) -> None:
         tokens, flops = trainer._tokens(rows), trainer.flops[task.name]
         peak = peak_flops(trainer.device)
         mfu = f", MFU {100 * flops / took / peak:.1f}%" if peak else ""
-        print(f"  {task.name}: {tokens} tokens, {1e3 * took:.1f} ms, {tokens / took / 1e3:.0f}k tok/s{mfu}", flush=True)
+        print(f"  {task.name}: {tokens} tokens, {1e3 * took:.1f} ms, {per_second(tokens / took)}{mfu}", flush=True)
     prepared = [trainer.batches[step] for step in range(2)]
     trainer.train_step(prepared[0], Window())
     _wait(trainer.device)

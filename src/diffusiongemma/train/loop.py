@@ -18,6 +18,7 @@ from diffusiongemma.config import ModelConfig
 from diffusiongemma.errors import CheckpointError, ConfigError, DiffusionGemmaError
 from diffusiongemma.train import checkpoint
 from diffusiongemma.train.batches import Batches
+from diffusiongemma.train.data import bpe
 from diffusiongemma.train.evaluate import Evaluator, evaluators
 from diffusiongemma.train.experts import PATHS, ExpertsPath, pick_experts
 from diffusiongemma.train.export import export, rebuild
@@ -310,4 +311,6 @@ class Trainer:
         buffers = dict(self.model.named_buffers())
         model = rebuild(self.model.config, {**self.optimizer.averaged(), **buffers})
         export(model, self.out / "model", self.recipe.tokenizer, init_from=self.recipe.init_from)
+        if self.recipe.tokenizer == "bytes":  # it came from no folder, so none was copied
+            bpe.save(self.vocabulary.library, self.out / "model")
         self.report.say(f"step {self.step}, {100 * self.progress():.1f}%: {self.out / 'model'}")

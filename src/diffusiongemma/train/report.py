@@ -95,11 +95,15 @@ def summary(record: dict[str, Any]) -> str:
         return f"step {record['step']}: " + ", ".join(f"{k} {v:.4g}" for k, v in record["evaluation"].items())
     each = record["tasks"].items()
     tasks = "  ".join(f"{n} {m['decoder']:.3f}/{m['encoder']:.3f} {100 * m['accuracy']:.0f}%" for n, m in each)
-    speed = f"{record['tokens_per_second'] / 1e3:.0f}k tok/s"
+    speed = per_second(record["tokens_per_second"])
     mfu = f" MFU {100 * record['mfu']:.1f}%" if record.get("mfu") else ""
     balance = f"load max {record['load_max']:.2f} entropy {record['load_entropy']:.3f}"
     norm, rate = f"|g| {record['grad_norm']:.2f}", f"lr x{record['rate']:.3f}"
     return f"step {record['step']} {100 * record['progress']:.1f}% {speed}{mfu} {rate} {norm} {balance} | {tasks}"
+
+
+def per_second(tokens: float) -> str:
+    return f"{tokens / 1e3:.0f}k tok/s" if tokens >= 1e4 else f"{tokens:.0f} tok/s"
 
 
 def plot(folder: Path) -> Path | None:
