@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from diffusiongemma.bench.clocks import clock_rows, watching
 from diffusiongemma.bench.drive import Ran, make_request, random_tokens, together
 from diffusiongemma.bench.floor import request_seconds
 from diffusiongemma.bench.subject import Subject, peak, reset_peak
@@ -43,6 +44,7 @@ def measure_batch(
         speed, floor = case["tokens_per_second"], case["floor_tokens_per_second"]
         figure = f"figure {speed:,.0f} tokens/s in all, floor {floor:,.0f}, ratio {case['ratio']:.2f}"
         rows.append((f"users {count}", f"{figure}; {speed / count:,.0f} a user, peak memory {case['peak_gb']:.1f} GB"))
+        rows += clock_rows(case, "  clock")
     done = [case for case in cases if "error" not in case]
     if not done:
         raise DiffusionGemmaError(f"no number of users could be measured: {cases[0]['error']}")
@@ -60,14 +62,15 @@ def _case(subject: Subject, users: int, config: dict[str, Any]) -> dict[str, Any
             return together(engine, _requests(engine, users, prefix, wanted, turn, steps, width))
 
         run(0)  # warms up
-        seconds = statistics.median(run(1 + i).seconds for i in range(config["repeat"]))
+        with watching(subject.device) as clocks:
+            seconds = statistics.median(run(1 + i).seconds for i in range(config["repeat"]))
         highest = peak(subject.device)
         passes = engine.scheduler.chunk, engine.scheduler.room
     floor = request_seconds(subject.model, subject.card, users, prefix, wanted, steps, width, *passes)
     total = users * wanted
     return {
         "users": users, "tokens_per_second": total / seconds, "floor_tokens_per_second": total / floor,
-        "ratio": seconds / floor, "seconds": seconds, "peak_gb": highest / 1e9,
+        "ratio": seconds / floor, "seconds": seconds, "peak_gb": highest / 1e9, **clocks.to_dict(),
     }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import statistics
 import time
 from typing import Any
 
+from diffusiongemma.bench.clocks import clock_rows, watching
 from diffusiongemma.bench.drive import make_request, random_tokens, reading_seconds, together
 from diffusiongemma.bench.floor import prompt_seconds, request_seconds
 from diffusiongemma.bench.subject import Subject
@@ -29,9 +30,10 @@ def measure_e2e(
         cold_start(subject, prefix, width, steps)
     with subject.engine(1, prefix + wanted) as engine:
         ran = []
-        for i in range(1 + repeat):  # a fresh prompt each time, so that nothing is kept from before; the first warms up
-            request = make_request(random_tokens(engine, prefix, seed=1 + i), wanted, seed=i, **options)
-            ran.append(together(engine, [request]))
+        with watching(subject.device) as clocks:
+            for i in range(1 + repeat):  # a fresh prompt each time: nothing is kept from before; the first warms up
+                request = make_request(random_tokens(engine, prefix, seed=1 + i), wanted, seed=i, **options)
+                ran.append(together(engine, [request]))
         for alone in (True, False):
             reading_seconds(engine, prefix, 98 + alone, alone)  # warms up
         prefill = statistics.median(reading_seconds(engine, prefix, 100 + i) for i in range(repeat))
@@ -49,6 +51,7 @@ def measure_e2e(
         ("floor", f"{floor:.4f} s, {wanted / floor:,.0f} tokens/s"),
         ("figure", f"{seconds:.4f} s, {wanted / seconds:,.0f} tokens/s, prefill and commits included"),
         ("ratio", f"{seconds / floor:.2f}"),
+        *clock_rows(clocks.to_dict()),
         (
             "prefill",
             f"{1e3 * prefill:.1f} ms, in one pass with a step {1e3 * added:.1f}: without {without:,.0f} tokens/s",
@@ -62,7 +65,7 @@ def measure_e2e(
         "floor_seconds": floor, "ratio": seconds / floor, "prefill_seconds": prefill,
         "added_prefill_seconds": added,
         "ms_a_pass": 1e3 * seconds / passes, "cold_seconds": subject.cold_seconds,
-        "making_seconds": subject.making_seconds,
+        "making_seconds": subject.making_seconds, **clocks.to_dict(),
     }  # fmt: skip
     return Outcome(title, rows, result | ({"trouble": trouble} if trouble else {}))
 

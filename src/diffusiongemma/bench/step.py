@@ -13,6 +13,7 @@ from statistics import mean
 from typing import Any
 
 from diffusiongemma.bench.breakdown import parts_of_plain
+from diffusiongemma.bench.clocks import clock_rows, watching
 from diffusiongemma.bench.drive import random_tokens, same_prompt
 from diffusiongemma.bench.floor import DENSE, EXPERTS, PARTS, Work, step_work
 from diffusiongemma.bench.hardware import Card
@@ -80,7 +81,8 @@ def _case(
     subject: Subject, users: int, prefix: int, width: int, steps: int, repeat: int, breakdown: bool
 ) -> tuple[dict[str, Any], Work]:
     with subject.engine(users, prefix + width) as engine:
-        seconds = step_seconds(engine, users, prefix, width, steps, repeat)
+        with watching(subject.device) as clocks:
+            seconds = step_seconds(engine, users, prefix, width, steps, repeat)
         note(f"a step over {prefix} tokens: {1e3 * seconds:.3f} ms")
         lane = filled_lane(engine, users, prefix, width)
         seen = None if lane is None else look(lane.network, partial(lane.step, lane.kind()))
@@ -96,11 +98,13 @@ def _case(
             "floor_ms": 1e3 * floor,
             "ratio": seconds / floor,
         }
-        case |= {"floor": work.to_dict(subject.card), "experts_hit": shares}
+        case |= {"floor": work.to_dict(subject.card), "experts_hit": shares, **clocks.to_dict()}
         case["runner"] = type(engine.scheduler.runner).__name__
         replay = None if lane is None else lane.recorded(lane.kind())
         if replay is not None:
-            case["replay_ms"] = 1e3 * replay_seconds(engine, replay, steps, repeat)
+            with watching(subject.device) as clocks:
+                case["replay_ms"] = 1e3 * replay_seconds(engine, replay, steps, repeat)
+            case["replay"] = clocks.to_dict()
             note(f"the recorded step alone: {case['replay_ms']:.3f} ms")
         trouble = [None if seen is None else seen.trouble]
         if breakdown:
@@ -151,9 +155,11 @@ def _case_rows(case: dict[str, Any], work: Work, subject: Subject) -> Rows:
         (f"{at}floor", f"{case['floor_ms']:.3f} ms ({amount}: bound by {work.bound(card)})"),
         (f"{at}figure", f"{case['ms']:.3f} ms"),
         (f"{at}ratio", f"{case['ratio']:.2f}"),
+        *clock_rows(case, "  clock"),
     ]
     if "replay_ms" in case:
         rows.append((f"{at}replay", f"{case['replay_ms']:.3f} ms: the recorded step alone"))
+        rows += clock_rows(case["replay"], "  clock")
     for part in PARTS if "parts" in case else ():
         floor, taken = 1e3 * work.part_seconds(part, card), case["parts"].get(part, 0.0)
         rows.append(
