@@ -1,6 +1,5 @@
 """docs/benchmarks.md is what its script makes of docs/benchmarks.json, and the script understands what a run leaves."""
 
-import importlib.util
 import json
 import shutil
 import sys
@@ -20,18 +19,14 @@ from diffusiongemma.bench.prefill import measure_prefill
 from diffusiongemma.bench.step import measure_step
 from diffusiongemma.bench.subject import Subject, Target
 from diffusiongemma.bench.timing import rounded
+from scripted import load_script
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmarks_page", ROOT / "scripts" / "benchmarks_page.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("benchmarks_page")
 
 
 def test_page_is_up_to_date(script: ModuleType) -> None:

@@ -1,8 +1,6 @@
 """The picture of a draft: what is solid, shaded and dim, and that nothing a model writes reaches the terminal raw."""
 
-import importlib.util
 import io
-import sys
 from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
@@ -16,6 +14,7 @@ from diffusiongemma.cli.canvas import CONTROL, NOISE, SHADES, STRAY, UNKNOWN, le
 from diffusiongemma.cli.show import Answer, LiveCanvas
 from diffusiongemma.engine import Commit, Draft, End, Engine, Metrics
 from diffusiongemma.text.bytes import byte_tokenizer
+from scripted import load_script
 
 ROOT = Path(__file__).parents[2]
 TOKENIZER = byte_tokenizer()
@@ -140,13 +139,7 @@ def test_without_drafts_the_tokens_are_counted(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture(scope="module")
 def recorder() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("record_canvas", ROOT / "scripts" / "record_canvas.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load_script("record_canvas")
 
 
 def test_recording(recorder: ModuleType, tmp_path: Path) -> None:

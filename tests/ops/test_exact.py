@@ -2,12 +2,9 @@
 
 from ops.triton_cpu import DEVICE  # isort: skip
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,22 +18,12 @@ from diffusiongemma.ops import experts_triton, kernels, routing, sampler, soft_t
 from diffusiongemma.ops.fused import Rows
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.tiles import block_rows
+from scripted import load_script
 
 KINDS = ["bf16", "fp8", "int8", "int4"]
 
 
-def _load() -> ModuleType:
-    file = Path(__file__).parents[2] / "scripts" / "check_ops.py"
-    spec = importlib.util.spec_from_file_location("check_ops", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["check_ops"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-script = _load()
+script = load_script("check_ops")
 
 import exact_chain  # noqa: E402  # beside the script, which has made them found
 import exact_limits  # noqa: E402

@@ -2,27 +2,19 @@
 
 from ops.triton_cpu import DEVICE  # isort: skip
 
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+
+from scripted import load_script
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="on a card the script itself compares")
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    file = Path(__file__).parents[2] / "scripts" / "try_fold.py"
-    spec = importlib.util.spec_from_file_location("try_fold", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["try_fold"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("try_fold")
 
 
 @torch.inference_mode()

@@ -1,8 +1,6 @@
 """Scripts around evaluations: many of them with one engine; choices between candidates, steps against accuracy."""
 
-import importlib.util
 import json
-import sys
 import tarfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,6 +20,7 @@ from diffusiongemma.tasks.evaluation import Variant, evaluate
 from diffusiongemma.tasks.infill import Infill, InfillCase
 from diffusiongemma.tasks.sudoku import Sudoku, built_in_sets, read_puzzles
 from engine.holes import tokenizer
+from scripted import load_script
 from tasks.oracle import Oracle, real_engine
 
 CASES = [
@@ -30,16 +29,6 @@ CASES = [
     InfillCase("c", "line", "a = (\n", "\n", "1"),  # the original does not parse: what does may still win
 ]
 TEXTS = (["    y = (", "    y = x", "    y = z"], ["    pass", "  ]", "    pas"], ["1", "2)", "3"])
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "scripts" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def answer(seed: int) -> str:
@@ -55,7 +44,7 @@ def kept(tmp_path: Path) -> Path:
 
 
 def test_choices_are_compared_as_they_would_have_been_made(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    load("compare_choices").main(kept)
+    load_script("compare_choices").main(kept)
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     found = {(row["candidates"], row.get("check"), row["choose"]): row for row in rows}
     assert {(count, choose) for count, _, choose in found} == {
@@ -77,12 +66,12 @@ def test_answers_without_candidates_are_refused(tmp_path: Path) -> None:
     for tried in ("[]", '[{"text": "x", "scores": {}}]'):  # none, or some that do not say whether they parse
         file.write_text(f'{{"task": "infill", "set": "line", "variant": "diffusion", "tried": {tried}}}')
         with pytest.raises(DataError, match="line 1 has no candidates"):
-            load("compare_choices").read(file)
+            load_script("compare_choices").read(file)
 
 
 def test_steps_against_accuracy(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    script, file, out = load("plot_steps"), tmp_path / "steps.json", tmp_path / "steps.png"
+    script, file, out = load_script("plot_steps"), tmp_path / "steps.json", tmp_path / "steps.png"
 
     def run(steps: int | None, value: float, early: bool = True) -> dict:
         figures = {"solved": {"value": value, "low": value - 0.1, "high": value + 0.1}, "attempts": {"value": 2}}
@@ -132,7 +121,7 @@ def engine_of(monkeypatch: pytest.MonkeyPatch, answer: Callable[[Request], str])
 
 
 def test_a_real_model_is_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    load("evaluate").main(tmp_path / "out", "random:tiny", "cpu", 2, "arithmetic", limit=3)
+    load_script("evaluate").main(tmp_path / "out", "random:tiny", "cpu", 2, "arithmetic", limit=3)
     lines, files = kept_by(tmp_path / "out")
     assert [(line["name"], line["run"], line["cases"]) for line in lines] == [
         ("arithmetic", "diffusion", 3), ("arithmetic", "ar", 3),
@@ -144,7 +133,7 @@ def test_a_real_model_is_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_every_named_evaluation_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = load("evaluate")
+    script = load_script("evaluate")
     engine_of(monkeypatch, lambda request: BOARD)
     script.main(tmp_path, limit=1)
     lines, files = kept_by(tmp_path)
@@ -163,7 +152,7 @@ def test_one_engine_serves_all_and_the_order_is_that_of_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = engine_of(monkeypatch, lambda request: BOARD)
-    load("evaluate").main(tmp_path, only="arithmetic, sudoku-gen,line", limit=3)
+    load_script("evaluate").main(tmp_path, only="arithmetic, sudoku-gen,line", limit=3)
     lines, _ = kept_by(tmp_path)
     assert [line["name"] for line in lines] == ["line", "arithmetic", "arithmetic", "sudoku-gen"]
     assert len(made) == 1
@@ -171,7 +160,7 @@ def test_one_engine_serves_all_and_the_order_is_that_of_the_table(
 
 @pytest.mark.parametrize("size", [3, 16])
 def test_slices_give_what_all_cases_at_once_give(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = load("evaluate")
+    script = load_script("evaluate")
     cases = read_puzzles(built_in_sets()["own_36_46"])[:7]
     variants = [Variant("diffusion", 3), Variant("diffusion", 3, early_stop=False)]
     with real_engine() as engine:
@@ -183,7 +172,7 @@ def test_slices_give_what_all_cases_at_once_give(size: int, monkeypatch: pytest.
 
 
 def test_slices_hold_every_case_once_and_come_from_all_over() -> None:
-    made = load("evaluate").slices(100, 16)
+    made = load_script("evaluate").slices(100, 16)
     assert sorted(case for part in made for case in part) == list(range(100))
     assert [len(part) for part in made] == [16] * 6 + [4]
     assert max(made[0]) - min(made[0]) > 50
@@ -191,7 +180,7 @@ def test_slices_hold_every_case_once_and_come_from_all_over() -> None:
 
 def timed(monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, list[Oracle]]:
     """The script with a clock that only answers move: a second each"""
-    script, now = load("evaluate"), [0.0]
+    script, now = load_script("evaluate"), [0.0]
     monkeypatch.setattr(script, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def answer(request: Request) -> str:
@@ -237,7 +226,7 @@ def test_icons_without_a_renderer_are_graded_later(tmp_path: Path, monkeypatch: 
     pytest.importorskip("resvg_py")
     engine_of(monkeypatch, lambda request: DRAWN if request.params.seed % 2000 else "<svg")
     monkeypatch.setattr(icons, "find_spec", lambda name: None)
-    load("evaluate").main(tmp_path, only="svg-careful", limit=4)
+    load_script("evaluate").main(tmp_path, only="svg-careful", limit=4)
     ((line,), files) = kept_by(tmp_path)
     assert line["cases"] == 4
     assert "visible" not in line
@@ -255,7 +244,7 @@ def test_an_evaluation_that_fails_does_not_stop_the_next(tmp_path: Path, monkeyp
 
     engine_of(monkeypatch, answer)
     with pytest.raises(typer.Exit) as stopped:
-        load("evaluate").main(tmp_path, only="line-ar,sudoku-gen", limit=2)
+        load_script("evaluate").main(tmp_path, only="line-ar,sudoku-gen", limit=2)
     assert stopped.value.exit_code == 1
     failed, fine = kept_by(tmp_path)[0]
     assert failed == {"name": "line-ar", "error": "the card is on fire"}
@@ -264,4 +253,4 @@ def test_an_evaluation_that_fails_does_not_stop_the_next(tmp_path: Path, monkeyp
 
 def test_a_name_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no evaluation 'svgs'; there are: svg-ar, sudoku, svg, line"):
-        load("evaluate").main(tmp_path, only="line,svgs")
+        load_script("evaluate").main(tmp_path, only="line,svgs")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import io
 import json
 import sys
@@ -22,6 +21,7 @@ from diffusiongemma.tasks.svg import SvgCase, cases, document, grade, render
 from diffusiongemma.tasks.svg_render import MAX_SIZE, coverage
 from diffusiongemma.train.data.icons import Icon, in_test
 from diffusiongemma.train.data.svg_set import build_svg_set, choose
+from scripted import load_script
 
 FILLED = '<svg viewBox="0 0 24 24"><path fill="currentColor" d="M4 4h16v16H4z"/></svg>'
 # Drawn by hand in the manner of the training data: strokes, arcs, several shapes, odd view boxes, faint and full ones.
@@ -222,14 +222,7 @@ def test_set_takes_each_name_once_and_reports_what_the_grader_refuses(tmp_path: 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    file = Path(__file__).parents[2] / "scripts" / "contact_sheet.py"
-    spec = importlib.util.spec_from_file_location("contact_sheet", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load_script("contact_sheet")
 
 
 def test_sheet_shows_icons_and_failures(script: ModuleType) -> None:
