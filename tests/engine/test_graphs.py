@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from diffusiongemma.engine import graphs
-from diffusiongemma.engine.graphs import Recorder
+from diffusiongemma.engine.graphs import Mailbox, Recorder
 
 
 class Torch:
@@ -66,3 +66,31 @@ def test_a_recording_that_fails_spoils_no_other(monkeypatch: pytest.MonkeyPatch,
     with recorder._recording(graph):  # type: ignore[arg-type]
         assert fake.stream == "recorded"
     assert fake.stream == "usual"
+
+
+def test_a_letter_is_waited_for_on_the_card_that_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current card may be another: what is recorded there would be there at once, and old numbers read."""
+    recorded = list[str]()
+
+    class Event:
+        def record(self, stream: str | None = None) -> None:
+            recorded.append(stream or "that of the current card")
+
+        def synchronize(self) -> None:
+            recorded.append("waited for")
+
+    card = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"that of {device}")
+    box = Mailbox(torch.zeros(2, 3))
+
+    class Values:
+        """A tensor of that card, as far as a copy of it goes"""
+
+        shape, device = (2, 3), card
+
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda letter, values, non_blocking: letter)
+    wait = box.send(Values())  # type: ignore[arg-type]
+    assert recorded == ["that of cuda:1"]
+    assert wait().shape == (2, 3)
+    assert recorded == ["that of cuda:1", "waited for"]

@@ -19,6 +19,7 @@ from diffusiongemma.model.backend import Ops, torch_ops, triton_ops
 from diffusiongemma.model.compared import Compared, Wrong, _compare, names
 from diffusiongemma.model.quantize import Scheme, random_network
 from diffusiongemma.ops import kernels
+from diffusiongemma.ops.tiles import block_rows
 
 CONFIG = ModelConfig.preset(
     "tiny", vocab_size=384, hidden_size=128, intermediate_size=64, moe_intermediate_size=64, head_dim=16,
@@ -33,6 +34,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "PROMPT", 8)
     monkeypatch.setattr(slate, "LEAST", 8)
     monkeypatch.setattr(trial, "_found", {})
+    monkeypatch.setattr(trial, "LARGE", (1, 2))
 
 
 def network(kind: str | None = None) -> DiffusionGemma:
@@ -71,6 +73,7 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "route": lambda found: (found[0].flip(0), found[1]),
     "draws": lambda found: (found[0], found[1] + 1),
     "vocab_end": lambda reading: replace(reading, argmax=reading.argmax + 1),
+    "place": lambda found: (found[0], found[1] * 1.2, found[2]),
     "split_heads": lambda heads: (heads[0], heads[1], heads[2].flip(0)),
     "rope_at": lambda rope: (rope[1], rope[0]),
 }
@@ -104,6 +107,63 @@ def test_an_exception_is_told_with_the_operation() -> None:
     assert told == "geglu failed: RuntimeError: out of resource: shared memory"
 
 
+OUTSIDE: dict[str, Callable[[Any], Any]] = {
+    "route": lambda found: (found[0] + 10**6, found[1]),
+    "route_one": lambda found: (*found[:3], found[3] - 10**6, found[4]),
+    "counts": lambda found: (*found[:2], replace(found[2], counts=found[2].counts + 10**6)),
+    "lists": lambda found: (*found[:2], replace(found[2], lists=found[2].lists - 10**6)),
+}
+
+
+@pytest.mark.parametrize("what", OUTSIDE)
+def test_numbers_that_are_none_are_not_read_by(what: str) -> None:
+    """On a card that would end all of its work, and with it the start, where the plain path would have done."""
+    name = "place" if what in ("counts", "lists") else what
+    told = trial.failed(network(), spoilt(replace(torch_ops(), few=1), name, OUTSIDE[what]))
+    assert told is not None
+    assert " are not all numbers from 0 to " in told
+
+
+def test_no_memory_to_try_them_says_nothing_about_the_card() -> None:
+    def full(*args: Any, **options: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model = network()
+    told = trial.failed(model, replace(torch_ops(), experts=full))
+    assert told == "there is no memory to try them: experts failed: OutOfMemoryError: CUDA out of memory"
+    assert trial.failed(model, torch_ops()) is None, "another time there is some"
+
+
+@pytest.mark.parametrize(("ties", "passes"), [(1, True), (2, True), (99, False)])
+def test_a_single_token_may_be_another_but_not_always(ties: int, passes: bool) -> None:
+    left = [ties]
+
+    def other(reading: Any) -> Any:
+        if len(reading.argmax) > 1 or not left[0]:
+            return reading
+        left[0] -= 1
+        return replace(reading, argmax=reading.argmax + 1)
+
+    told = trial.failed(network(), spoilt(torch_ops(), "vocab_end", other))
+    assert (told is None) == passes
+
+
+def test_experts_of_long_prompts_are_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    tried = {slate.LEAST * times for times in trial.LARGE}
+    experts, top_k = (getattr(ModelConfig.preset("26b-a4b"), name) for name in ("num_experts", "top_k_experts"))
+    for fmt in ("fp8", "bf16", "pairs"):
+        blocks = {tokens: block_rows(tokens * top_k, experts, fmt) for tokens in (*tried, *range(65, 4097))}
+        beside = {blocks[tokens] for tokens in (*tried, 256, 512)}  # a canvas, and a block before it
+        assert {blocks[tokens] for tokens in range(65, 4097)} <= beside, fmt
+    seen = set[int]()
+    monkeypatch.setattr(trial, "PROMPT", 8)
+    monkeypatch.setattr(slate, "LEAST", 8)
+    counted = replace(torch_ops(), experts=lambda x, *rest: seen.add(len(x.values)) or torch_ops().experts(x, *rest))
+    trial._try(network(), counted, counted)
+    assert seen >= {8 * times for times in trial.LARGE}
+
+
 def test_a_card_that_is_lost_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "_lost", lambda device: True)
 
@@ -121,6 +181,9 @@ def test_it_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert trial.failed(model, ops) is None
     assert trial.failed(model, ops) is None
     assert len(tried) == 1
+    for group in (32, 64):  # other kernels
+        trial.failed(random_network(CONFIG, Scheme.parse("int4", group), std=0.1), ops)
+    assert len(tried) == 3
 
 
 class Chosen:
@@ -147,12 +210,29 @@ def test_the_engine_does_without_kernels_that_failed_and_says_so(
     found: str | None, untried: bool, insist: bool | None, chosen: type[Chosen],
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    asked = list[Any]()
-    monkeypatch.setattr(trial, "failed", lambda model, ops: asked.append(model) or found)
+    asked, inside = list[Any](), list[torch.device]()
+
+    class Device:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def __enter__(self) -> None:
+            inside.append(self.device)
+
+        def __exit__(self, *_: object) -> None:
+            inside.pop()
+
+    def failed(model: Any, ops: Ops) -> str | None:
+        assert inside == [model.device], "Triton would launch its kernels elsewhere"
+        asked.append(model)
+        return found
+
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(trial, "failed", failed)
     for name, stand_in in {"Runner": Chosen, "FastRunner": Fast, "unsupported": lambda model: None}.items():
         monkeypatch.setattr(fast_module, name, stand_in)
     monkeypatch.setattr(fast_module, "untried", lambda device: untried)
-    model: Any = SimpleNamespace(device=torch.device("cuda"))
+    model: Any = SimpleNamespace(device=torch.device("cuda:1"))
     runner = fast_module.choose_runner(model, Limits(), insist)
     assert type(runner) is chosen
     assert len(asked) == (untried and insist is None)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from diffusiongemma.engine import Draft, End, Engine, Event
+import pytest
+import torch
+
+from diffusiongemma.engine import Draft, End, Engine, Event, worker
 from diffusiongemma.engine.worker import Scope
+from diffusiongemma.ops import kernels
 from engine.test_engine import make_engine, wait_idle, wait_until
 
 
@@ -38,6 +43,47 @@ def test_a_dead_thread_ends_its_requests_and_is_replaced(caplog: pytest.LogCaptu
         assert engine.worker.failures == 1
         assert engine.worker.failed_in_a_row == 0
     assert "thread died" in caplog.text
+
+
+def test_the_thread_has_the_models_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the thread's current card: that of `--device cuda:1` is another than a new thread's."""
+    inside = list[torch.device]()
+
+    @contextmanager
+    def current(device: torch.device) -> Iterator[None]:
+        inside.append(device)
+        yield
+        inside.clear()
+
+    monkeypatch.setattr(worker, "current", current)
+    with make_engine() as engine:
+        seen = list[list[torch.device]]()
+        engine.scheduler.on_tick = lambda: seen.append(list(inside))
+        engine.generate([3, 4], max_new_tokens=8, steps=2, seed=0)
+        assert seen
+        assert all(devices == [engine.model.device] for devices in seen)
+    assert not inside
+
+
+def test_a_card_is_current_inside_and_the_one_before_it_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0]
+
+    class Device:
+        def __init__(self, device: torch.device) -> None:
+            self.index, self.before = device.index, now[0]
+
+        def __enter__(self) -> None:
+            now[0] = self.index
+
+        def __exit__(self, *_: object) -> None:
+            now[0] = self.before
+
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    with kernels.current(torch.device("cuda", 1)):
+        assert now == [1]
+        with kernels.current(torch.device("cpu")):
+            assert now == [1]
+    assert now == [0]
 
 
 def test_who_asks_again_from_the_end_event_is_served_by_the_new_thread() -> None:

@@ -54,6 +54,8 @@ class Subject:
     @classmethod
     def make(cls, target: Target) -> Subject:
         device = pick_device(target.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # graphs are replayed, and steps taken, on this thread, too
         kind = None if target.quant in (None, "bf16") else target.quant
         if kind is None and target.group is not None:
             raise ConfigError(f"--group {target.group} has no effect without --quant int4: leave it out")

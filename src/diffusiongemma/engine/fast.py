@@ -32,7 +32,7 @@ from diffusiongemma.model.backend import Ops, triton_ops
 from diffusiongemma.model.fused import FusedNetwork, Overlap
 from diffusiongemma.model.pool import CachePool
 from diffusiongemma.model.support import prepare, unsupported
-from diffusiongemma.ops.kernels import untried
+from diffusiongemma.ops.kernels import current, untried
 from diffusiongemma.ops.memory import is_out_of_memory
 
 log = logging.getLogger(__name__)
@@ -293,11 +293,12 @@ def choose_runner(model: DiffusionGemma, limits: Limits, kernels: bool | None = 
         log.warning("the plain torch path is used: %s", reason)
         return Runner(model)
     ops = triton_ops()
-    if kernels is None and untried(model.device) and (reason := trial.failed(model, ops)):
-        log.warning(
-            "the plain torch path is used, which is slow: the kernels are not right on this card: %s "
-            "(Engine(kernels=True) takes them all the same)",
-            reason,
-        )
-        return Runner(model)
-    return FastRunner(model, ops, limits)
+    with current(model.device):
+        if kernels is None and untried(model.device) and (reason := trial.failed(model, ops)):
+            log.warning(
+                "the plain torch path is used, which is slow: the kernels were not found right on this card: %s "
+                "(Engine(kernels=True) takes them all the same)",
+                reason,
+            )
+            return Runner(model)
+        return FastRunner(model, ops, limits)

@@ -162,7 +162,7 @@ class Mailbox:
         if values.device.type != "cuda":
             return lambda: letter
         arrived = torch.cuda.Event()
-        arrived.record()
+        arrived.record(torch.cuda.current_stream(values.device))
 
         def wait() -> Tensor:
             arrived.synchronize()

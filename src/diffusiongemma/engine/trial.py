@@ -29,6 +29,7 @@ from diffusiongemma.model.network import Embedding
 from diffusiongemma.model.pool import PoolRow
 from diffusiongemma.ops import kernels
 from diffusiongemma.ops.fused import Rows
+from diffusiongemma.ops.memory import is_out_of_memory
 from diffusiongemma.ops.quantized import QuantEmbedding, QuantWeight
 
 if TYPE_CHECKING:
@@ -38,18 +39,29 @@ log = logging.getLogger(__name__)
 VOCAB = 4096  # tokens that these layers know: the twin of the whole table's end would want gigabytes
 PROMPT = slate.LEAST  # a pass of its own that is not filled up: what is computed there beside a row means nothing
 
+LARGE = (1, 16, 32)  # times that prompt: so many tokens of an expert have tiles of their own
+DRAWN = 3  # tokens that are drawn, if need be: of two that are nearly alike, a kernel and its twin may take either
+
 _found: dict[tuple[object, ...], str | None] = {}  # once a process: by device, geometry and number formats
+
+
+class _NoMemory(Exception):
+    """There is none left to try the kernels."""
 
 
 def failed(model: DiffusionGemma, ops: Ops) -> str | None:
     """Why these kernels cannot be relied on here, or None. Says on a terminal that it looks, and what it found."""
-    kinds = tuple(sorted({str(t.dtype) for t in model.state_dict().values()}))
-    key = (model.device, model.config, kinds)
+    kinds = {str(t.dtype) for t in model.state_dict().values()}
+    kinds |= {str(weight.format) for weight in model.modules() if isinstance(weight, QuantWeight)}
+    key = (model.device, model.config, *sorted(kinds))
     if key not in _found:
         began = time.perf_counter()
         card = f"compute capability {kernels.dotted(kernels.card(model.device).capability)}"
         with _line(f"checking the kernels on a card that is new to them ({card})") as end:
-            _found[key] = _failed(model, ops)
+            try:
+                _found[key] = _failed(model, ops)
+            except _NoMemory as error:
+                return str(error)  # that says nothing about the card: another time there may be some
             if _found[key] is None:
                 end(f"kernels: Triton, checked on this card ({card}) in {time.perf_counter() - began:.0f} s")
     return _found[key]
@@ -79,6 +91,8 @@ def _failed(model: DiffusionGemma, ops: Ops) -> str | None:
         return str(wrong)
     except Exception as error:
         told = f"{compared.current} failed: {type(error).__name__}: {str(error)[:300]}"
+        if is_out_of_memory(error):
+            raise _NoMemory(f"there is no memory to try them: {told}") from error
         if _lost(model.device):
             raise DeviceError(f"{told}; Engine(kernels=False) does without the kernels") from error
         return told
@@ -176,14 +190,22 @@ def _passes(runner: FastRunner, row: CacheRow) -> None:
             lane.length.fill_(row.length)
         lane.step(steps.Kind(1, network.pool.reach_for(row.length), before))
     drawing = runner.drawing
-    drawing.tokens.copy_(tokens(1))
     drawing.offsets.copy_(offsets)
     drawing.length.fill_(row.length)
-    drawing.step(draw.Kind(1, network.pool.reach_for(row.length + 1)))
+    for left in reversed(range(DRAWN)):
+        drawing.tokens.copy_(tokens(1))
+        try:
+            drawing.step(draw.Kind(1, network.pool.reach_for(row.length + 1)))
+            break
+        except Wrong:
+            if not left:
+                raise
     ops, layer = network.ops, network.layers[0]
     router = layer.module.router
-    picked = ops.route(hidden, router.proj.weight, router.scale, router.per_expert_scale, router.top_k, network.eps)
-    ops.experts(ops.rows_for(Rows(hidden), layer.up), *picked, layer.up, layer.down)
+    for times in LARGE:
+        many = hidden.repeat(times, 1)
+        picked = ops.route(many, router.proj.weight, router.scale, router.per_expert_scale, router.top_k, network.eps)
+        ops.experts(ops.rows_for(Rows(many), layer.up), *picked, layer.up, layer.down)
     for dtype in (torch.int8, torch.float8_e4m3fn):
         ops.quantize_rows(hidden, dtype)
     if device.type == "cuda":

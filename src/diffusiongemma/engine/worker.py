@@ -13,6 +13,7 @@ from diffusiongemma.engine.events import End, Event
 from diffusiongemma.engine.scheduler import Scheduler
 from diffusiongemma.engine.sequence import Sequence
 from diffusiongemma.errors import DiffusionGemmaError
+from diffusiongemma.ops.kernels import current
 
 log = logging.getLogger(__name__)
 
@@ -120,8 +121,9 @@ class Worker:
     def _run(self) -> None:
         message = "the engine was closed"
         try:
-            while self._take(wait=not self._scheduler.busy):
-                self._tick()
+            with current(self._scheduler.runner.device):
+                while self._take(wait=not self._scheduler.busy):
+                    self._tick()
         except BaseException as error:  # even the thread's own end: another takes its place
             message = self._note(error)
             log.exception("the engine's thread died; its requests are ended")

@@ -125,6 +125,7 @@ def _check_experts(name: str, result: Any, args: tuple[Any, ...]) -> None:
     x, eps = (result[0], args[4]) if one else (args[0], args[5])
     proj, scale, per_expert, top_k = args[3] if one else args[1:5]
     index, weight = result[3:] if one else result[:2]
+    _within(f"{name}'s experts", index, len(proj))
     scores = F.linear(rms_norm(x.float(), None, eps) * scale.float() * x.shape[1] ** -0.5, proj.float())
     probability = scores.softmax(dim=-1)
     picked = probability.gather(1, index)
@@ -141,10 +142,18 @@ def _check_experts(name: str, result: Any, args: tuple[Any, ...]) -> None:
 def _listed(placed: Placed) -> Tensor:
     """[N, k] the weight of each pair, as it is found in the lists"""
     experts, tokens = placed.lists.shape
+    _within("counts of an expert's pairs", placed.counts[:experts], tokens + 1)
     there = torch.arange(tokens, device=placed.lists.device)[None, :] < placed.counts[:experts, None]
     out = torch.zeros(tokens * placed.top_k, dtype=torch.float32, device=placed.lists.device)
+    _within("pairs of the lists", placed.lists[there], len(out))
     out[placed.lists[there].long()] = placed.share[there]
     return out.view(tokens, placed.top_k)
+
+
+def _within(what: str, numbers: Tensor, end: int) -> None:
+    """To read by a number that is none would be the end of a card's work, not of this comparison."""
+    if not bool(((numbers >= 0) & (numbers < end)).all()):
+        raise Wrong(f"{what} are not all numbers from 0 to {end - 1}")
 
 
 def _tensors(result: Any, name: str = "result") -> Named:

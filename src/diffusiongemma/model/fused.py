@@ -23,6 +23,7 @@ from diffusiongemma.model.network import DiffusionGemma
 from diffusiongemma.model.pool import CachePool
 from diffusiongemma.ops.attention_cached import New, Prefix
 from diffusiongemma.ops.fused import Rows, rope_frequency
+from diffusiongemma.ops.kernels import untried
 from diffusiongemma.ops.one import Router
 from diffusiongemma.ops.rope import Rope
 from diffusiongemma.ops.routing import counters
@@ -75,6 +76,7 @@ class FusedNetwork:
         # `route_one` counts its programs in these: zeros between any two of them, and no two networks share them.
         self._counters = torch.zeros(max(1, ops.few), dtype=torch.int32, device=self.device)
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._known = not untried(self.device)  # of others nobody knows what their caches gain, and what they lose
         self._parted = False  # since the last join
 
     # ---- the two modes -------------------------------------------------------------------------------------------
@@ -251,7 +253,7 @@ class FusedNetwork:
     def _forgets(self, tokens: int, beside: bool) -> bool:
         """Is what a layer leaves of so many tokens forgotten? That of more would not stay in the L2 cache until the
         experts are read, that of a few is nothing."""
-        return self.ops.few < tokens <= CACHED and (beside or self._side is None)
+        return self._known and self.ops.few < tokens <= CACHED and (beside or self._side is None)
 
     def _forget(self, spent: list[Tensor], beside: bool) -> None:
         """What the layer before has left, on the other stream, which is joined when the dense MLP is done. The caller

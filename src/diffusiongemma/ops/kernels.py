@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache
 from importlib.util import find_spec
@@ -61,6 +61,13 @@ def card(device: torch.device) -> Card:
         return NO_CARD
     found: Any = torch.cuda.get_device_properties(device)
     return Card((found.major, found.minor), int(found.shared_memory_per_block_optin), int(found.multi_processor_count))
+
+
+@contextmanager
+def current(device: torch.device) -> Iterator[None]:
+    """Inside, kernels are launched on this card: Triton launches on the thread's current one, whatever it is given."""
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        yield
 
 
 def unavailable(device: torch.device | str) -> str | None:
