@@ -58,11 +58,14 @@ class SvgError(ProblemsError, ValueError):
 
 def check_writable(path: Path) -> Path:
     """Refuse a file that cannot be written before the work whose outcome it is to hold, not after it."""
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise InputError(f"the folder {folder} does not exist: make it first")
-    if path.is_dir():
-        raise InputError(f"cannot write {path}: it is a folder; name a file")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise InputError(f"cannot write {path}: that is not allowed; name another file")
+    try:
+        folder = path.absolute().parent
+        if not folder.is_dir():
+            raise InputError(f"the folder {folder} does not exist: make it first")
+        if path.is_dir():
+            raise InputError(f"cannot write {path}: it is a folder; name a file")
+        if not os.access(path if path.exists() else folder, os.W_OK):
+            raise InputError(f"cannot write {path}: that is not allowed; name another file")
+    except OSError as error:  # a folder that may not be looked into, a name that is too long
+        raise InputError(f"cannot write {path}: {error.strerror}; name another file") from None
     return path

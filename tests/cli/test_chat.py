@@ -47,6 +47,11 @@ def test_turns_share_their_beginning() -> None:
     assert second["metrics"]["reused_tokens"] >= len("hello\n")
 
 
+def test_a_stop_token_that_never_comes_is_told_at_the_start() -> None:
+    with pytest.raises(InputError, match="stop token 600 never comes"):
+        chat("", "--stop-token", "600")  # it was told with every turn, and with none not at all
+
+
 def test_reset_and_quit() -> None:
     once = ends(chat("hello\n", "--json"))
     result = chat("hello\n/reset\nhello\n/quit\nnever asked\n", "--json")

@@ -10,7 +10,7 @@ from diffusiongemma.cli import app, figures, main
 from diffusiongemma.cli.evaluation import EvalOptions
 from diffusiongemma.cli.figures import CaseSet, early_stop_costs
 from diffusiongemma.engine import Engine
-from diffusiongemma.errors import ConfigError, DataError, InputError
+from diffusiongemma.errors import ConfigError, DataError, DiffusionGemmaError, InputError
 from diffusiongemma.tasks import icons
 from diffusiongemma.tasks.evaluation import Graded, Report, Variant
 from diffusiongemma.tasks.sudoku import Sudoku
@@ -423,6 +423,14 @@ def test_mistakes_are_one_message(
     assert out == ""
     assert err.startswith("error: ")
     assert says in err
+
+
+def test_what_a_file_holds_stays_if_the_model_cannot_be_loaded(tmp_path: Path) -> None:
+    kept = tmp_path / "kept.jsonl"
+    kept.write_text("mine")
+    with pytest.raises(DiffusionGemmaError, match="nowhere"):
+        app(["eval", "sudoku", "--limit", "1", "--model", "nowhere", "--output", str(kept)], standalone_mode=False)
+    assert kept.read_text() == "mine"
 
 
 def test_temperatures_below_the_released_ones_are_no_mistake() -> None:

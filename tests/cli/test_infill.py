@@ -11,6 +11,7 @@ from diffusiongemma.cli import app, main
 from diffusiongemma.cli.canvas import sanitise
 from diffusiongemma.cli.show import Json
 from diffusiongemma.engine import Draft, Engine, Event
+from diffusiongemma.errors import InputError
 
 MODEL = ("--model", "random:tiny")
 QUICK = (*MODEL, "--steps", "2", "--seed", "3", "--max-new-tokens", "6")
@@ -112,6 +113,13 @@ def test_mistakes_are_one_message(
     assert out == ""
     assert err.startswith("error: ")
     assert says in err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
+def test_a_disk_that_fills_up_meanwhile_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InputError, match="cannot write /dev/full: No space left on device; the text stands above"):
+        app(["infill", "--prefix", "a", "--output", "/dev/full", *MODEL], standalone_mode=False)
+    assert capsys.readouterr().out
 
 
 def test_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -292,7 +292,17 @@ def test_a_file_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("y.png").mkdir()  # beside the file that was named
     result = run("bell", "--out", "y.svg")
     assert isinstance(result.exception, InputError)
-    assert "cannot write the icon" in str(result.exception)
+    assert "cannot write y.png: it is a folder" in str(result.exception)
+    assert not Path("y.svg").exists(), "said before the work"
+    assert run("bell", "--out", "y.svg", "--no-png").exit_code == 0
+
+
+def test_a_folder_that_cannot_be_written_into_is_told_before_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda *args: False)  # root may write anywhere
+    monkeypatch.setattr(Engine, "load", lambda *args, **options: pytest.fail("a model was loaded for nothing"))
+    result = run("bell")
+    assert isinstance(result.exception, InputError)
+    assert "cannot write bell.png: that is not allowed" in str(result.exception)
 
 
 def test_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,9 @@ def test_refused(make: Callable[[], object], tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     save_model(DiffusionGemma(TINY).init_weights(0), FOLDER)
     monkeypatch.setattr("diffusiongemma.model.quantize._memory", lambda: 300_000)
-    with pytest.raises(DeviceError, match="do not fit into this machine's 0.0 GB of memory: take a smaller model"):
+    with pytest.raises(
+        DeviceError, match="do not fit into this machine's 0.0 GB of memory: take a smaller model, one in int8"
+    ):
         make()
 
 

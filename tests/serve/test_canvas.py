@@ -181,6 +181,18 @@ def test_the_limit_of_new_tokens_holds_for_holes_and_edits(live: Live) -> None:
             check_error(response, 400, param)
             assert "this server allows 10" in response.text
         infill(live, template="a[[?6]]b[[?4]]")
+        infill(live, template="a[[?]]b[[?]]c[[?3]]")  # holes without a size share what is left
+        response = live.post("/v1/canvas/infill", {"template": "a[[?]]b[[?]]", "max_tokens": 6})
+        check_error(response, 400, "template")
+        assert "the holes may take 12 tokens in all" in response.text
+        form = {"messages": ASK, "template": "a[[?]]b[[?]]"}  # what is wrong with a form comes first
+        assert "must state its size" in live.post("/v1/canvas/infill", form).text
+        check_error(live.post("/v1/canvas/infill", {**form, "max_tokens": 300}), 400, "max_tokens")
+        check_error(
+            live.post("/v1/chat/completions", {"messages": ASK, "max_completion_tokens": 11}),
+            400,
+            "max_completion_tokens",
+        )
     finally:
         object.__setattr__(live.server.state.settings, "max_tokens", old)
 

@@ -97,6 +97,10 @@ def test_settings_check_themselves(options: dict[str, object], message: str) -> 
         Settings(**options)
 
 
+def test_a_limit_may_be_any_whole_number() -> None:
+    assert Settings(max_tokens=10**330).max_tokens == 10**330  # it ended in an OverflowError
+
+
 def test_keys_come_from_a_file_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "keys"
     file.write_text(f"# ours\n{KEYS[0]}\n\n  {KEYS[1]}  \n")

@@ -26,7 +26,7 @@ def pick_device(device: str | torch.device) -> torch.device:
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         picked = torch.device(device)
-        torch.empty(1, device=picked)
+        torch.zeros(1, device=picked).tolist()  # which the device "meta", without numbers, cannot
     except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
         raise DeviceError(f"device {str(device)!r} cannot be used here: {_first_line(error)}") from None
     return picked

@@ -213,9 +213,9 @@ def run_sets(task: Task[Any], sets: Sequence[CaseSet], options: EvalOptions) -> 
     from diffusiongemma.cli.show import tell
     from diffusiongemma.tasks.evaluation import evaluate
 
-    if options.output is not None:
-        start_file(options.output)
     with options.load() as engine:
+        if options.output is not None:  # not before: what it holds from another run would be gone for nothing
+            start_file(options.output)
         curves: dict[str, list[Report]] = {}
         for one in sets:
             for remark in () if options.as_json else one.remarks:
@@ -238,7 +238,7 @@ def run_sets(task: Task[Any], sets: Sequence[CaseSet], options: EvalOptions) -> 
 
 
 def start_file(path: Path) -> None:
-    """Empty, so that it holds this run alone; and refused now if it cannot be written."""
+    """Empty, so that it holds this run alone"""
     try:
         path.write_text("")
     except OSError as error:

@@ -60,7 +60,10 @@ def infill(
         if answer.cancelled:
             raise typer.Exit(INTERRUPTED)
         if output is not None:
-            output.write_text(answer.text, encoding="utf-8", newline="")
+            try:
+                output.write_text(answer.text, encoding="utf-8", newline="")
+            except OSError as error:
+                raise InputError(f"cannot write {output}: {error.strerror}; the text stands above") from None
 
 
 def fill_between(

@@ -96,6 +96,7 @@ class Settings:
         """
         from diffusiongemma.engine import Engine, SamplingParams, prepare
         from diffusiongemma.engine.params import without_effect, without_stop_rule
+        from diffusiongemma.engine.request import check_stop_tokens
 
         # t_min and t_max are judged together, and one of them may be the checkpoint's own.
         options = {k: v for k, v in self.options.items() if k not in ("t_min", "t_max")}
@@ -112,6 +113,8 @@ class Settings:
         if "logprobs" in self.options and not self.as_json:
             raise InputError("--logprobs has no effect without --json: nothing else shows them")
         engine = Engine.load(self.model, self.device, self.dtype)
+        if tokens := options.get("stop_tokens"):
+            check_stop_tokens(tokens, engine.model.config.vocab_size)
         if either_mode and "mode" not in self.options:
             mode = engine.svg_mode
         if engine.model.device.type == "cuda" and mode == "diffusion":  # it takes seconds: say so, and not in the text

@@ -54,7 +54,7 @@ def svg(
     """
     check_wish(wish)
     allowed = attempts_allowed(attempts, settings)
-    target = check_target(out) if out is not None else free_name(wish)
+    target = check_target(out or free_name(wish), png)
     with settings.load(either_mode=True) as engine:
         drawn = draw(engine, wish, settings, target, png=png, size=size, attempts=allowed)
     if drawn is None:
@@ -221,10 +221,12 @@ def check_wish(wish: str) -> None:
         raise InputError("there is nothing to draw: say what, such as 'bell, outline'")
 
 
-def check_target(out: Path) -> Path:
-    """Refuse a file that cannot be written before the model is loaded."""
+def check_target(out: Path, png: bool = True) -> Path:
+    """Refuse files that cannot be written before the model is loaded."""
     if out.suffix.lower() != ".svg":
         raise InputError(f"--out must name an .svg file, not {out}; the .png stands beside it")
+    if png:
+        check_writable(out.with_suffix(".png"))
     return check_writable(out)
 
 

@@ -41,8 +41,7 @@ class Request:
         tokens: Sequence[int] = (*self.prompt, *self.pins.values(), *(self.start or ()), *self.forbidden)
         if bad := [t for t in tokens if not 0 <= t < vocab_size]:
             raise InputError(f"token ids must be from 0 to {vocab_size - 1}, got {bad[0]}")
-        if bad := [t for t in self.params.stop_tokens if t >= vocab_size]:
-            raise InputError(f"stop token {bad[0]} never comes: token ids are from 0 to {vocab_size - 1}")
+        check_stop_tokens(self.params.stop_tokens, vocab_size)
         width = self.params.canvas
         if isinstance(width, int) and width > canvas_length:
             raise InputError(f"canvas {width} is wider than the model's {canvas_length}")
@@ -54,3 +53,8 @@ class Request:
             )
         if self.start is not None and len(self.start) > canvas_length:
             raise InputError(f"a start canvas of {len(self.start)} tokens is wider than the model's {canvas_length}")
+
+
+def check_stop_tokens(tokens: Sequence[int], vocab_size: int) -> None:
+    if bad := [t for t in tokens if t >= vocab_size]:
+        raise InputError(f"stop token {bad[0]} never comes: token ids are from 0 to {vocab_size - 1}")

@@ -185,7 +185,8 @@ def ensure_room(size: int, device: torch.device | str) -> None:
     if torch.device(device).type == "cpu" and (most := _memory()) is not None and size > most:
         raise DeviceError(
             f"{size / 1e9:.1f} GB of weights do not fit into this machine's {most / 1e9:.1f} GB of memory: "
-            "take a smaller model, quantise it (int4), or use another device"
+            "take a smaller model, one in int8 (dgemma quantize --format int8; on a CPU others are widened), "
+            "dtype bfloat16, or another device"
         )
 
 

@@ -70,11 +70,8 @@ def plan_infill(engine: Engine, body: InfillRequest, limit: int, scope: Scope) -
         if isinstance(template, list):
             parts = [part if isinstance(part, str) else Hole(part.max_tokens, part.min_tokens) for part in template]
             template = parts
-        most = token_limit(body.max_tokens, HOLE_TOKENS, limit)
-        _, holes = parse_template(template)
-        if (wanted := sum(hole.max_tokens or most for hole in holes)) > limit:
-            raise bad_request(f"the holes may take {wanted} tokens, this server allows {limit}", "template")
         if body.messages is None:
+            most = _most_of_a_hole(template, body.max_tokens, limit)
             strategy = body.strategy or "auto"
             return fill_stream(
                 engine, template, max_new_tokens=most, candidates=body.candidates, strategy=strategy, **options
@@ -85,11 +82,28 @@ def plan_infill(engine: Engine, body: InfillRequest, limit: int, scope: Scope) -
             raise bad_request("max_tokens has no effect on a form, whose holes state their sizes", "max_tokens")
         if engine.template is None:
             raise bad_request("this model has no chat template: leave messages out", "messages")
+        _check_holes(sum(hole.max_tokens or 0 for hole in parse_template(template)[1]), limit)
         messages = [plain_message(message, i) for i, message in enumerate(body.messages)]
         return form_stream(engine, messages, template, candidates=body.candidates, **options)
     except DiffusionGemmaError as error:
         speaks_of = {"the": "template", "a": "template", "message": "messages", "this": "strategy"}
         raise from_engine(error, speaks_of) from None
+
+
+def _most_of_a_hole(template: Any, wanted: int | None, limit: int) -> int:
+    """Tokens of a hole that states no size: what the request says, else as many as there is room for in all of them"""
+    sizes = [hole.max_tokens for hole in parse_template(template)[1]]
+    stated, unsized = sum(size or 0 for size in sizes), sizes.count(None)
+    most = token_limit(wanted, HOLE_TOKENS, limit)
+    if wanted is None and unsized:
+        most = min(most, max(1, (limit - stated) // unsized))
+    _check_holes(stated + unsized * most, limit)
+    return most
+
+
+def _check_holes(tokens: int, limit: int) -> None:
+    if tokens > limit:
+        raise bad_request(f"the holes may take {tokens} tokens in all, this server allows {limit}", "template")
 
 
 def plan_edit(engine: Engine, body: EditRequest, limit: int, scope: Scope) -> Stream:

@@ -24,8 +24,8 @@ def plan(engine: Engine, body: ChatRequest, limit: int) -> list[Request]:
     options = sampling_options(engine, body)
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         raise bad_request("max_tokens and max_completion_tokens are two names for one limit", "max_tokens")
-    wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    options["max_new_tokens"] = token_limit(wanted, engine.params.max_new_tokens, limit)
+    name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    options["max_new_tokens"] = token_limit(getattr(body, name), engine.params.max_new_tokens, limit, name)
     options["stop"] = stop_texts(body.stop)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")

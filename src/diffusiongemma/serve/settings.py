@@ -48,7 +48,7 @@ class Settings:
                 ("cache", 1), ("queue", 1), ("max_tokens", 1), ("request_seconds", 0.1), ("receive_seconds", 0.1),
                 ("stall_seconds", 0.1), ("max_body", 1024), ("max_head", 1024), ("connections", 1), ("grace", 0),
             )
-            if not (value := getattr(self, name)) >= least or not math.isfinite(value)
+            if not least <= (value := getattr(self, name)) < math.inf
         ]  # fmt: skip
         if self.name is not None and not 0 < len(self.name) <= MAX_NAME:
             problems.append(f"name must have from 1 to {MAX_NAME} characters, got {len(self.name)}")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diffusiongemma.errors import ConfigError, DeviceError, DiffusionGemmaError
+from diffusiongemma.errors import ConfigError, DeviceError, DiffusionGemmaError, check_writable
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +44,11 @@ def train(
         return True
     from diffusiongemma.train.loop import Trainer
 
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out: cannot make the folder {out}: {error.strerror}") from None
+    check_writable(out / "metrics.jsonl")
     return Trainer(plan, out, chosen, quiet).run(max_minutes)
 
 
@@ -56,16 +62,29 @@ def _problems(
         for name, value in limits.items()
         if value is not None and not (math.isfinite(value) and value > 0)
     ]
-    if None not in limits.values():
-        found.append("--max-minutes has no effect with --benchmark, which has its own time: leave it out")
+    if benchmark is not None:
+        written = {"max_minutes": max_minutes, **given}
+        idle = [name for name in ("max_minutes", "total_minutes", "total_steps") if written.get(name) is not None]
+        found += [f"--{n.replace('_', '-')} has no effect with --benchmark, which has its own time" for n in idle]
     for name in ("data", "evaluation"):
-        if name in given and not Path(given[name]).is_dir():
+        if name in given and not _is(Path.is_dir, Path(given[name])):
             found.append(f"--{name}: there is no folder {given[name]}")
+    if "data" in given and not any("source" in task.options for task in plan.tasks):
+        found.append("--data has no effect: no task of the recipe has a source there")
     if "evaluation" in given and not plan.run.evaluate_every:
         found.append("--evaluation has no effect: [run] evaluate_every of the recipe is 0")
-    if out.exists() and not out.is_dir():
+    if _is(Path.is_file, out):
         found.append(f"--out: {out} is there and is no folder")
+    if _is(Path.is_dir, out / "model") and not _is(Path.is_dir, out / "checkpoints"):
+        found.append(f"--out: {out / 'model'} is no run's of this command, and would be replaced: name another folder")
     return found
+
+
+def _is(kind: Callable[[Path], bool], path: Path) -> bool:
+    try:
+        return kind(path)
+    except OSError:  # a name that is too long, a folder that may not be looked into
+        return False
 
 
 def _device(name: str) -> torch.device:
@@ -74,7 +93,7 @@ def _device(name: str) -> torch.device:
 
     try:
         picked = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
-        torch.empty(1, device=picked)
+        torch.zeros(1, device=picked).tolist()  # which the device "meta", without numbers, cannot
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise DeviceError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from None
     return picked
