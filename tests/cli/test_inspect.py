@@ -164,6 +164,11 @@ def test_waiting_threads_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_WAIT_POLICY")
     main()
     assert seen == ["active", "passive"]  # a user's own word counts
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    monkeypatch.setattr("diffusiongemma.cli.app", lambda: seen.append(os.environ.get("OMP_WAIT_POLICY", "torch's own")))
+    monkeypatch.setattr("sys.argv", ["dgemma", "bench", "cpu-step", "--peer", "transformers"])
+    main()
+    assert seen[2:] == ["torch's own"]
 
 
 def test_damaged_weights(

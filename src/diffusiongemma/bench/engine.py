@@ -15,6 +15,7 @@ import torch
 from diffusiongemma.bench.drive import make_request, random_tokens
 from diffusiongemma.bench.timing import Outcome, alternate, machine, median_ratio
 from diffusiongemma.engine import Engine, Limits, Request, collect
+from diffusiongemma.ops.threads import alone
 
 STEPS = 4  # denoising steps a timed call takes
 PROMPT = 512
@@ -47,8 +48,9 @@ def overhead(engine: Engine, rounds: int) -> Part:
     @torch.inference_mode()
     def bare() -> None:
         logits = None  # as the engine: nothing to condition the first step on
-        for _ in range(STEPS):
-            logits = model.denoise(canvas, cache, logits)
+        with alone(canvas.device, canvas.numel() * config.hidden_size):
+            for _ in range(STEPS):
+                logits = model.denoise(canvas, cache, logits)
 
     def whole() -> None:
         _run(engine, prompt, config.canvas_length)

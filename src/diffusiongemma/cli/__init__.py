@@ -58,7 +58,8 @@ def main() -> None:
     """Run the command line. A user's mistake is a message and exit code 2; anything else keeps its traceback."""
     # Before torch is there, for it is read once: threads of OpenMP that wait sleep. Spinning they take the cores from
     # whom they wait for, and beside other programs a text of `random:tiny` took ten times as long.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if sys.argv[1:2] != ["bench"]:  # where a peer may stand beside us, which is to have what torch has by itself
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # a terminal that lacks a character shows its code, and nothing fails
             stream.reconfigure(errors="backslashreplace")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from diffusiongemma.config import ModelConfig
@@ -17,6 +18,7 @@ from diffusiongemma.engine.runner import Runner
 from diffusiongemma.engine.sequence import Sequence
 from diffusiongemma.errors import ConfigError, InputError
 from diffusiongemma.model import CacheRow
+from diffusiongemma.ops.threads import alone
 
 
 @dataclass(frozen=True)
@@ -83,16 +85,22 @@ class Scheduler:
         self._drop_cancelled()
         self._admit()
         if work := self._next_chunks():
-            self.runner.encode(work)
+            with self._alone(sum(len(tokens) for _, tokens in work)):
+                self.runner.encode(work)
         self._join()
         if canvases := self._canvases([sequence for sequence, _ in work]):
-            self.runner.denoise(canvases)
+            with self._alone(sum(len(sequence.canvas) for sequence in canvases if sequence.canvas is not None)):
+                self.runner.denoise(canvases)
         self._retire()
         self._keep_copies()
         if not (canvases and self.busy):  # else the next step comes first, if the runner says so
             self.runner.outbox.deliver()
         if self.on_tick is not None:
             self.on_tick()
+
+    def _alone(self, tokens: int) -> AbstractContextManager[None]:
+        """Around a pass of so many tokens: of a CPU's threads, one does what is not worth waking the others for."""
+        return alone(self.runner.device, tokens * self.config.hidden_size)
 
     def abort(self, message: str) -> None:
         """Something broke: end everything, trust no row."""

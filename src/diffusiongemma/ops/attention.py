@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from diffusiongemma.ops.threads import shared
+
 # Queries that are computed together. On a CPU blocks begin at multiples of this in the text itself, wherever a prompt
 # was cut: a query's result has the same bits in one piece, in chunks or token by token, and so have kept prefixes.
 CPU_BLOCK = 16
@@ -22,7 +24,8 @@ def attend_canvas(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     kv_heads = k.shape[0]
     # The queries of one group share a K/V head, so they are simply more rows of it: no copy of K/V, no mask.
     rows = q.view(tokens, kv_heads, -1, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
-    out = F.scaled_dot_product_attention(rows[None], k[None], v[None], scale=1.0)[0]
+    with shared(2 * q.numel() * k.shape[1]):
+        out = F.scaled_dot_product_attention(rows[None], k[None], v[None], scale=1.0)[0]
     return out.view(kv_heads, heads // kv_heads, tokens, head_dim).permute(2, 0, 1, 3).reshape(tokens, heads, head_dim)
 
 
@@ -48,13 +51,14 @@ def attend_causal(q: Tensor, k: Tensor, v: Tensor, start: int, window: int | Non
             seen &= key_at > query_at - window
         # As in `attend_canvas`, the queries of a group are more rows of their K/V head.
         group = heads // kv_heads
-        out = F.scaled_dot_product_attention(
-            rows.reshape(1, kv_heads, group * block, head_dim),
-            k_part[None],
-            v_part[None],
-            attn_mask=seen.repeat(group, 1),
-            scale=1.0,
-        )
+        with shared(2 * rows.numel() * k_part.shape[1]):
+            out = F.scaled_dot_product_attention(
+                rows.reshape(1, kv_heads, group * block, head_dim),
+                k_part[None],
+                v_part[None],
+                attn_mask=seen.repeat(group, 1),
+                scale=1.0,
+            )
         out = out.reshape(heads, block, head_dim)  # not every backend of torch's gives whole heads in a row
         outs.append(out[:, max(start - begin, 0) : min(end, stop) - begin])
     return torch.cat(outs, dim=1).transpose(0, 1)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diffusiongemma.ops.linear import ROWS, linear
+from diffusiongemma.ops.threads import shared
 
 MAX_WASTE = 2.5  # rows of the padded batch for each real one, up to which one batched product is the faster way
 
@@ -61,8 +62,9 @@ def _all_at_once(rows: Tensor, counts: Tensor, room: int, gate_up: Tensor, down:
     expert = torch.arange(experts, device=rows.device).repeat_interleave(counts)
     place = expert * room + torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[expert]
     padded = rows.new_zeros(experts * room, rows.shape[1]).index_copy(0, place, rows)
-    hidden = geglu(torch.bmm(padded.view(experts, room, -1), gate_up.transpose(1, 2)))
-    return torch.bmm(hidden, down.transpose(1, 2)).flatten(0, 1)[place]
+    with shared(room * (gate_up.numel() + down.numel())):
+        hidden = geglu(torch.bmm(padded.view(experts, room, -1), gate_up.transpose(1, 2)))
+        return torch.bmm(hidden, down.transpose(1, 2)).flatten(0, 1)[place]
 
 
 def _one_by_one(rows: Tensor, counts: Tensor, room: int, gate_up: Tensor, down: Tensor) -> Tensor:

@@ -23,8 +23,10 @@ from diffusiongemma.ops.cpu import fast_int8
 from diffusiongemma.ops.experts import geglu, join_pairs, sort_pairs
 from diffusiongemma.ops.linear import linear
 from diffusiongemma.ops.quantized import QuantEmbedding, QuantExperts, QuantLinear, mean_dequantised
+from diffusiongemma.ops.threads import shared
 
 LARGEST = 127
+FASTER = 4  # times as fast as float32
 EXACT = (1 << 24) // (LARGEST * (LARGEST + 1))  # products whose sum float32 holds exactly; others' weights have -128
 
 
@@ -85,7 +87,8 @@ def sums(rows: Tensor, q: Tensor) -> Tensor:
     """rows [N, I], q [O, I], both int8 -> rows @ q.T [N, O] int32"""
     # Over a single number torch 2.13 gives zeros for this product.
     fast = rows.is_cpu and rows.shape[1] > 1 and fast_int8()
-    return torch._int_mm(rows, q.t()) if fast else sums_in_float32(rows, q)
+    with shared(rows.shape[0] * q.numel() // (FASTER if fast else 1)):
+        return torch._int_mm(rows, q.t()) if fast else sums_in_float32(rows, q)
 
 
 def sums_in_float32(rows: Tensor, q: Tensor) -> Tensor:

@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from diffusiongemma.ops.threads import shared
+
 ROWS = 8
 MKL_VARIABLE, STRICT = "MKL_CBWR", "AUTO,STRICT"
 
@@ -60,9 +62,10 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [N, in], weight [out, in] -> [N, out]; on a CPU, bit for bit the same for a row whatever N is."""
     rows = x.shape[0]
     missing = -rows % ROWS
-    if missing == 0 or x.is_cuda:
-        return F.linear(x, weight)
-    return F.linear(F.pad(x, (0, 0, 0, missing)), weight)[:rows]
+    with shared(rows * weight.numel()):
+        if missing == 0 or x.is_cuda:
+            return F.linear(x, weight)
+        return F.linear(F.pad(x, (0, 0, 0, missing)), weight)[:rows]
 
 
 class Linear(nn.Module):
