@@ -129,3 +129,22 @@ def test_the_engine_works_so_and_its_texts_are_the_same(least: int, monkeypatch:
     assert set(seen[: len(seen) // 2]) == {1}
     assert set(seen[len(seen) // 2 :]) == {MANY}
     assert torch.get_num_threads() == MANY
+
+
+def test_an_engine_that_starts_while_another_works_alone_has_its_threads() -> None:
+    inside, go_on, seen = threading.Event(), threading.Event(), list[int]()
+
+    def other() -> None:
+        with alone(CPU, 1):
+            inside.set()
+            go_on.wait()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    inside.wait()
+    with make_engine() as engine:
+        engine.scheduler.on_tick = lambda: seen.append(torch.get_num_threads())
+        engine.generate([3, 4, 5, 6], max_new_tokens=4, steps=1, seed=7)
+    go_on.set()
+    thread.join()
+    assert set(seen) == {MANY}

@@ -9,6 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import torch
+
 from diffusiongemma.engine.events import End, Event
 from diffusiongemma.engine.scheduler import Scheduler
 from diffusiongemma.engine.sequence import Sequence
@@ -105,7 +107,9 @@ class Worker:
             self._inbox.put((sequence, handle))
 
     def _start(self) -> None:
-        thread = threading.Thread(target=self._run, name="diffusiongemma-engine", daemon=True)
+        # As many as who asks has: a new thread would take those of another engine's pass (`ops/threads.py`).
+        many = torch.get_num_threads()
+        thread = threading.Thread(target=self._run, args=(many,), name="diffusiongemma-engine", daemon=True)
         thread.start()
         self._thread = thread
 
@@ -118,7 +122,8 @@ class Worker:
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
-    def _run(self) -> None:
+    def _run(self, threads: int) -> None:
+        torch.set_num_threads(threads)
         message = "the engine was closed"
         try:
             with current(self._scheduler.runner.device):

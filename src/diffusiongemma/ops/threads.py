@@ -5,7 +5,8 @@ operations are, though one thread is through with such a one in 10 to 30 microse
 to wake. (Threads that spin while they wait wake at once, but fight with whatever else runs, and OpenMP lets them spin
 for next to nothing where two threads of a program have used it: whoever loads a model and the engine's own are two.)
 So inside `alone` one thread does everything, but for what says by `shared` that it is worth waking the others:
-products above all. Texts do not change: a row has the same bits with any number of threads.
+products above all. Texts do not change: a row has the same bits with any number of threads. (Torch has one number of
+threads for those that start later: who starts one in the middle of a pass, and multiplies there, may find it is 1.)
 
 `docs/log.md` has the figures: a step of the embedded model takes half of the time.
 """
