@@ -144,7 +144,7 @@ def test_mistakes_are_one_message(
 
 def test_the_embedded_model_has_a_name_here_too() -> None:
     result = CliRunner().invoke(app, ["inspect", "nano"], catch_exceptions=False)
-    assert "nano: 49.4 M parameters, 25.6 M active" in result.stdout
+    assert "nano: 49.5 M parameters, 25.6 M active" in result.stdout
     assert "int8" in result.stdout
 
 
@@ -194,7 +194,16 @@ def test_version() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(0, "0"), (999, "999"), (1000, "1.0 k"), (25_299_999_999, "25.2 B"), (3_840_375_612, "3.8 B")]
+    ("count", "text"),
+    [
+        (0, "0"),
+        (999, "999"),
+        (1000, "1.0 k"),
+        (999_960, "1.0 M"),
+        (49_490_138, "49.5 M"),
+        (25_299_999_999, "25.2 B"),
+        (3_840_375_612, "3.8 B"),
+    ],
 )
 def test_human_count(count: int, text: str) -> None:
     assert human_count(count) == text

@@ -14,11 +14,14 @@ EXACT_WIDTH = 60  # what the digits of the 26B model need
 
 
 def human_count(count: int) -> str:
-    """25_250_986_178 -> '25.2 B': rounded down, as model sizes are quoted; tables give every digit."""
-    for unit, scale in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
-        if count >= scale:
-            return f"{count // (scale // 10) / 10:.1f} {unit}"
-    return str(count)
+    """49_490_138 -> '49.5 M'; 25_250_986_178 -> '25.2 B': billions are cut, as sizes of models are quoted. Tables give
+    every digit."""
+    if count < 1000:
+        return str(count)
+    if count >= 10**9:
+        return f"{count // 10**8 / 10:.1f} B"
+    millions = round(count / 10**6, 1)
+    return f"{millions:.1f} M" if millions >= 1 else f"{count / 10**3:.1f} k"
 
 
 def human_bytes(count: int) -> str:
