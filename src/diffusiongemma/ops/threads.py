@@ -8,7 +8,8 @@ So inside `alone` one thread does everything, but for what says by `shared` that
 products above all. Texts do not change: a row has the same bits with any number of threads. (Torch has one number of
 threads for those that start later: who starts one in the middle of a pass, and multiplies there, may find it is 1.)
 
-`docs/log.md` has the figures: a step of the embedded model takes half of the time.
+`docs/log.md` has the figures, `dgemma bench step --preset nano --prefix 200 --canvas 96 --steps 8` shows one: a step of
+the embedded model takes half of the time over 96 positions, about 0.7 of it over 256.
 """
 
 from __future__ import annotations
