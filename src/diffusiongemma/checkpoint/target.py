@@ -21,15 +21,16 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FILE_DTYPES.valu
 
 
 def pick_device(device: str | torch.device) -> torch.device:
-    """A device that works here; "auto" is the GPU where there is one."""
+    """A device that works here; "auto" is the GPU where there is one. A GPU has its index, as a tensor there says it:
+    "cuda" alone is not equal to "cuda:0", and `torch.cuda.set_device` refuses it."""
     try:
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        picked = torch.device(device)
-        torch.zeros(1, device=picked).tolist()  # which the device "meta", without numbers, cannot
+        there = torch.zeros(1, device=torch.device(device))
+        there.tolist()  # which the device "meta", without numbers, cannot
     except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
         raise DeviceError(f"device {str(device)!r} cannot be used here: {_first_line(error)}") from None
-    return picked
+    return there.device
 
 
 def pick_dtype(dtype: str | torch.dtype, device: torch.device, tensors: Iterable[TensorInfo]) -> torch.dtype:

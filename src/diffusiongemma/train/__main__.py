@@ -92,11 +92,11 @@ def _device(name: str) -> torch.device:
     import torch
 
     try:
-        picked = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
-        torch.zeros(1, device=picked).tolist()  # which the device "meta", without numbers, cannot
+        there = torch.zeros(1, device=("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+        there.tolist()  # which the device "meta", without numbers, cannot
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise DeviceError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from None
-    return picked
+    return there.device
 
 
 def main(arguments: list[str] | None = None) -> int:
