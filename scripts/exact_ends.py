@@ -10,7 +10,7 @@ import exact_attention as attention
 import exact_vocab as vocabulary
 import torch
 from exact_cases import DENSE, Case
-from exact_limits import Part, named
+from exact_limits import Part, named, same_bits
 from exact_shapes import Inputs, LayerShape, Lines, Shapes
 from exact_vocab import Asked, Embeddings
 from torch import Tensor
@@ -136,7 +136,6 @@ def vocab_cases(kind: str, shapes: Shapes, inputs: Inputs, alone: bool, exact: b
             yield _reading(f"vocab_end {name}", fmt, x, e, rules, cap, EMBED_SCALE, coldest=coldest)
         if alone:
             yield _reading_alone("vocab_end", fmt, x, e, ruled, cap, e.eight or exact)
-        if alone and e.eight:
             table = vocab.make_table(e.plain, "fp8") if kind == "fp8" else e.table
             for rows, fixed in ((n, True), (n, False), (n - n // 3, True)):
                 yield _head(x[:rows], table, free, cap, fixed)
@@ -205,15 +204,11 @@ def _head(x: Tensor, table: Table, asked: Asked, cap: float, fixed: bool) -> Cas
         ways = [weigh_triton.weigh_fused(x, table, rules, cap, blocks, fixed, stream) for stream in (True, False)]
         return [[weights, *stats] for weights, stats, _ in ways]
 
-    def bits(t: Tensor) -> Tensor:
-        return t.view(torch.int16 if t.element_size() == 2 else torch.int32)
-
     def parts(got: list[list[Tensor]]) -> list[Part]:
         names = ("weights", *weigh_triton.Stats._fields)
-        pairs = ((bits(one), bits(two)) for one, two in zip(*got, strict=True))
-        return [Part(f"{name} as by Triton", *pair, how="equal") for name, pair in zip(names, pairs, strict=True)]
+        return [same_bits(f"{name} as by Triton", *pair) for name, *pair in zip(names, *got, strict=True)]
 
     way = "streamed" if weigh_triton.streams(table, rules, blocks, x.dtype) else "not streamed"
-    fmt = "fp8" if table.weight.dtype == FP8 else "int8"
+    fmt = {torch.int8: "int8", FP8: "fp8"}.get(table.weight.dtype, "bf16")
     shape = f"{len(x)} x {x.shape[1]} -> {len(table.weight)}"
     return Case(f"head {way}{', warm' if fixed else ''}", shape, fmt, call, parts)

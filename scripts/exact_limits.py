@@ -126,6 +126,13 @@ class Part:
     how: How = "norm"
 
 
+def same_bits(what: str, got: Tensor, want: Tensor) -> Part:
+    """Of two kernels that make the same in one order"""
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32}[want.element_size()]
+    assert got.dtype == want.dtype, f"{what}: {got.dtype} where {want.dtype} is wanted"
+    return Part(what, got.view(whole), want.view(whole), how="equal")
+
+
 def named(name: str, parts: list[Part]) -> list[Part]:
     return [replace(part, what=f"{name} {part.what}".strip()) for part in parts]
 

@@ -54,6 +54,21 @@ class Ring:
             self.at, self.phase = 0, self.phase ^ 1
 
 
+def in_any_order(parts: list[Part], seed: int, patience: int = 100_000) -> None:
+    """Until all have ended; fails if for long none does. They may begin others: in this list."""
+    choose, still = random.Random(seed), 0
+    while parts:
+        part = choose.choice(parts)
+        try:
+            for _ in range(choose.choice((1, 1, 3, 20))):
+                next(part)
+            still += 1
+        except StopIteration:
+            parts.remove(part)
+            still = 0
+        assert still < patience, "everybody waits"
+
+
 class Mailbox:
     def __init__(self, slots: int, readers: int) -> None:
         self.messages: list[Message] = [END] * slots

@@ -1,18 +1,18 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, attr-defined"
 # ruff: noqa: RUF059  (a ring is taken apart as a whole, and not every part needs all of it)
-"""The first stage of the vocabulary end for 8-bit tables on Hopper: as `weigh_triton._head_kernel`, bit for bit.
+"""The first stage of the vocabulary end on Hopper: as `weigh_triton._head_kernel`, bit for bit.
 
-That kernel has tiles of 128 positions by 128 tokens, and its time is that of bringing them through the L2 cache: 2.9 GB
-for a canvas of the 26B. Here a program has two such tiles beside each other, which share their positions: 2.2 GB. It
-stays on its multiprocessor, and its warps have different work:
+That kernel has two programs on a multiprocessor, of which one may multiply while the other makes its weights; chance
+decides how well that goes. Here one program stays on its multiprocessor, and its warps have different work:
 
-    bring    one warp asks for positions and tokens, stage by stage, as long as the ring has room: also of the next
-             tiles, while the weights of these are made, and for the first tokens before the launch before has ended
-    weigh    two groups of four warps: each multiplies 128 positions with 128 tokens of its own, makes the weights of
-             the two halves, 64 positions each, and stores them
+    bring    one warp asks for positions and tokens, stage by stage, as long as the ring has room: also for the next
+             tile, and for the first tokens before the launch before has ended
+    weigh    two groups of four warps take tiles of 128 positions and 128 tokens by turns: one multiplies, and meanwhile
+             the other makes the weights of the two halves of its tile, 64 positions each, and stores them
 
-A stage of the ring has 128 numbers along D of 128 positions and 256 tokens. It is `ready` when all bytes are there, and
-`free` when both groups have multiplied it.
+A stage of the ring has 128 bytes along D of 128 positions and 128 tokens. It is `ready` when all bytes are there, and
+`free` when it has been multiplied. A group may `go` when the other's last products have begun: the tensor cores have
+work all the time, and nobody waits for a stage that is to be filled twice more before it is his.
 
 Products, sums and the operations behind them are the same in both kernels, in the same order: a row gets the same bits
 from either. Pins and bans are the other's; with them this one was the slower.
@@ -42,8 +42,9 @@ from diffusiongemma.ops.early_triton import multiprocessors
 from diffusiongemma.ops.kernels import early, launch
 from diffusiongemma.ops.stream_gluon import barrier, bulk_copy, following, let_next, ring_barriers, wait_before
 
-TILE = gl.constexpr(128)  # positions, tokens and numbers of D
-STAGES = gl.constexpr(4)  # 192 KB
+TILE = gl.constexpr(128)  # positions, and tokens
+LINE = gl.constexpr(128)  # bytes along D of a stage
+STAGES = gl.constexpr(6)  # 192 KB
 MOST = 168  # registers of a thread at the launch,
 REGISTERS = gl.constexpr(240)  # of one that weighs,
 FEW = gl.constexpr(24)  # and of one that brings
@@ -59,12 +60,12 @@ reference = gluon.jit(weigh_triton.reference.fn)
 def _bring(w, x, ring, k, stage, token, row):
     """Ask for tokens (w given) and positions (x given) of one stage"""
     tokens, positions, ready, free = ring
+    BK: gl.constexpr = LINE * 8 // tokens.dtype.primitive_bitwidth
     if w is not None:
-        mbarrier.expect(ready.index(stage), 3 * TILE * TILE)
-        for n in gl.static_range(2):
-            bulk_copy(w, [token + n * TILE, k * TILE], ready.index(stage), tokens.index(2 * stage + n))
+        mbarrier.expect(ready.index(stage), 2 * TILE * LINE)
+        bulk_copy(w, [token, k * BK], ready.index(stage), tokens.index(stage))
     if x is not None:
-        bulk_copy(x, [row, k * TILE], ready.index(stage), positions.index(stage))
+        bulk_copy(x, [row, k * BK], ready.index(stage), positions.index(stage))
 
 
 @gluon.jit
@@ -73,17 +74,17 @@ def _bring_part(w, x, rows, vocab, ring, STEPS: gl.constexpr):
     blocks = gl.cdiv(rows, TILE)
     first = gl.program_id(0)
     for k in gl.static_range(AHEAD):
-        _bring(w, None, ring, k, k, first // blocks * (2 * TILE), 0)
+        _bring(w, None, ring, k, k, first // blocks * TILE, 0)
     wait_before()
     for k in gl.static_range(AHEAD):
         _bring(None, x, ring, k, k, 0, first % blocks * TILE)
     k = gl.to_tensor(AHEAD)
     stage = gl.to_tensor(AHEAD % STAGES)
     phase = gl.to_tensor(0 if AHEAD == STAGES else 1)
-    for item in range(first, gl.cdiv(vocab, 2 * TILE) * blocks, gl.num_programs(0)):
+    for item in range(first, gl.cdiv(vocab, TILE) * blocks, gl.num_programs(0)):
         while k < STEPS:
             mbarrier.wait(ring[3].index(stage), phase)
-            _bring(w, x, ring, k, stage, item // blocks * (2 * TILE), item % blocks * TILE)
+            _bring(w, x, ring, k, stage, item // blocks * TILE, item % blocks * TILE)
             stage, phase = following(stage, phase, STAGES)
             k += 1
         k = k * 0
@@ -96,24 +97,26 @@ def _before(stage):
 
 
 @gluon.jit
-def _multiply(ring, stage, phase, mma: gl.constexpr, STEPS: gl.constexpr, MINE: gl.constexpr):
-    """-> sums of the upper and the lower 64 positions. A stage is free when the products behind it have begun."""
+def _multiply(ring, other, stage, phase, mma: gl.constexpr, STEPS: gl.constexpr):
+    """-> sums of the upper and the lower 64 positions. A stage is free when the products behind it have begun. `other`:
+    tells the other group that it may go"""
     tokens, positions, ready, free = ring
     KIND: gl.constexpr = gl.int32 if tokens.dtype == gl.int8 else gl.float32
     one = gl.zeros((64, TILE), KIND, mma)
     two = gl.zeros((64, TILE), KIND, mma)
     for k in range(STEPS):
         mbarrier.wait(ready.index(stage), phase)
-        right = tokens.index(2 * stage + MINE).permute((1, 0))
+        right = tokens.index(stage).permute((1, 0))
         left = positions.index(stage)
         one = warpgroup_mma(left.slice(0, 64), right, one, is_async=True)
         two = warpgroup_mma(left.slice(64, 64), right, two, is_async=True)
         one, two = warpgroup_mma_wait(2, deps=(one, two))
         mbarrier.arrive(free.index(_before(stage)), count=1, pred=k > 0)
         stage, phase = following(stage, phase, STAGES)
+    mbarrier.arrive(other, count=1)
     one, two = warpgroup_mma_wait(0, deps=(one, two))
     mbarrier.arrive(free.index(_before(stage)), count=1)
-    return one, two, stage, phase
+    return one, two
 
 
 # ---- weights -----------------------------------------------------------------------------------------------------
@@ -142,8 +145,9 @@ def _weigh(sums, x_scale, w_scale, temperature, weights, stats, staged, first, t
     token = gl.expand_dims(tile * TILE + gl.arange(0, TILE, gl.SliceLayout(0, mma)), 0)
     live = row < rows
     raw = sums.to(gl.float32)
-    raw *= gl.expand_dims(gl.load(x_scale + row, mask=live, other=0.0), 1)
-    raw *= gl.expand_dims(gl.convert_layout(w_scale, gl.SliceLayout(0, mma)), 0)
+    if x_scale is not None:
+        raw *= gl.expand_dims(gl.load(x_scale + row, mask=live, other=0.0), 1)
+        raw *= gl.expand_dims(gl.convert_layout(w_scale, gl.SliceLayout(0, mma)), 0)
     inverse = 1.0 / gl.expand_dims(gl.load(temperature + row, mask=live, other=1.0), 1)
     zero = reference(inverse, CAP, FIXED)
     z = _capped(raw, inverse, CAP)
@@ -170,25 +174,30 @@ def _weigh(sums, x_scale, w_scale, temperature, weights, stats, staged, first, t
 
 
 @gluon.jit
-def _weigh_part(x_scale, w_scale, temperature, weights, stats, rows, vocab, ring, staged, STEPS: gl.constexpr,
+def _weigh_part(x_scale, w_scale, temperature, weights, stats, rows, vocab, ring, go, staged, STEPS: gl.constexpr,
                 CAP: gl.constexpr, FIXED: gl.constexpr, MINE: gl.constexpr):  # fmt: skip
-    """MINE: 0 or 1, the left or the right tile of two"""
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
+    """MINE: 0 or 1, every second tile is for this group"""
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 256 // ring[0].dtype.primitive_bitwidth])
     lane = gl.arange(0, TILE, gl.BlockedLayout([1], [32], [4], [0]))
     blocks = gl.cdiv(rows, TILE)
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
+    place = gl.to_tensor(MINE * STEPS)  # in the ring, as if it had no end
+    may = gl.to_tensor(1 - MINE)
     wait_before()
-    for item in range(gl.program_id(0), gl.cdiv(vocab, 2 * TILE) * blocks, gl.num_programs(0)):
-        tile, row = item // blocks * 2 + MINE, item % blocks * TILE
+    first = gl.program_id(0) + MINE * gl.num_programs(0)
+    for item in range(first, gl.cdiv(vocab, TILE) * blocks, 2 * gl.num_programs(0)):
+        tile, row = item // blocks, item % blocks * TILE
         token = tile * TILE + lane
-        scale = gl.load(w_scale + token, mask=token < vocab, other=0.0)
-        one, two, stage, phase = _multiply(ring, stage, phase, mma, STEPS, MINE)
-        if tile * TILE < vocab:
-            _weigh(one, x_scale, scale, temperature, weights, stats, staged.index(MINE), row, tile, rows, vocab, mma,
-                   CAP, FIXED)  # fmt: skip
-            _weigh(two, x_scale, scale, temperature, weights, stats, staged.index(MINE), row + 64, tile, rows, vocab,
-                   mma, CAP, FIXED)  # fmt: skip
+        scale = None
+        if w_scale is not None:
+            scale = gl.load(w_scale + token, mask=token < vocab, other=0.0)
+        mbarrier.wait(go.index(MINE), may)
+        one, two = _multiply(ring, go.index(1 - MINE), place % STAGES, place // STAGES & 1, mma, STEPS)
+        _weigh(one, x_scale, scale, temperature, weights, stats, staged.index(MINE), row, tile, rows, vocab, mma, CAP,
+               FIXED)  # fmt: skip
+        _weigh(two, x_scale, scale, temperature, weights, stats, staged.index(MINE), row + 64, tile, rows, vocab, mma,
+               CAP, FIXED)  # fmt: skip
+        place += 2 * STEPS
+        may ^= 1
     tma.store_wait(0)
 
 
@@ -196,36 +205,44 @@ def _weigh_part(x_scale, w_scale, temperature, weights, stats, rows, vocab, ring
 def head_kernel(w, x, x_scale, w_scale, temperature, weights, peak, best, mass, tilt, rows, vocab, D: gl.constexpr,
                 CAP: gl.constexpr, FIXED: gl.constexpr):  # fmt: skip
     """x [N, D] times w [V, D], transposed -> weights [N, V]; peak, best, mass, tilt [N, T]"""
-    STEPS: gl.constexpr = (D + TILE - 1) // TILE
-    tokens = gl.allocate_shared_memory(w.dtype, [2 * STAGES, TILE, TILE], w.layout)
-    positions = gl.allocate_shared_memory(x.dtype, [STAGES, TILE, TILE], x.layout)
+    BK: gl.constexpr = LINE * 8 // w.dtype.primitive_bitwidth
+    STEPS: gl.constexpr = (D + BK - 1) // BK
+    tokens = gl.allocate_shared_memory(w.dtype, [STAGES, TILE, BK], w.layout)
+    positions = gl.allocate_shared_memory(x.dtype, [STAGES, TILE, BK], x.layout)
     staged = gl.allocate_shared_memory(weights.dtype, [2, 64, TILE], weights.layout)
-    ready, free = ring_barriers(STAGES, 1, 2)
+    ready, free = ring_barriers(STAGES, 1, 1)
+    go = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(2):
+        mbarrier.init(go.index(n), count=1)
     fence_async_shared()
     stats = (peak, best, mass, tilt)
     ring = (tokens, positions, ready, free)
     gl.warp_specialize([
-        (_weigh_part, (x_scale, w_scale, temperature, weights, stats, rows, vocab, ring, staged, STEPS, CAP, FIXED, 0)),
-        (_weigh_part, (x_scale, w_scale, temperature, weights, stats, rows, vocab, ring, staged, STEPS, CAP, FIXED, 1)),
+        (_weigh_part, (x_scale, w_scale, temperature, weights, stats, rows, vocab, ring, go, staged, STEPS, CAP, FIXED,
+                       0)),
+        (_weigh_part, (x_scale, w_scale, temperature, weights, stats, rows, vocab, ring, go, staged, STEPS, CAP, FIXED,
+                       1)),
         (_bring_part, (w, x, rows, vocab, ring, STEPS)),
     ], [4, 1], [REGISTERS, FEW])  # fmt: skip
 
 
-def _pieces(t: Tensor, rows: int) -> Any:
+def _pieces(t: Tensor, rows: int, columns: int) -> Any:
     """A matrix as bulk copies see it"""
-    return TensorDescriptor.from_tensor(t, [rows, 128], gl.NVMMASharedLayout(128, 8 * t.element_size(), 2))
+    return TensorDescriptor.from_tensor(t, [rows, columns], gl.NVMMASharedLayout(128, 8 * t.element_size(), 2))
 
 
 def head_streamed(
-    x: Tensor, x_scale: Tensor, table: Tensor, w_scale: Tensor, temperature: Tensor, weights: Tensor,
+    x: Tensor, x_scale: Tensor | None, table: Tensor, w_scale: Tensor | None, temperature: Tensor, weights: Tensor,
     stats: tuple[Tensor, ...], cap: float, fixed: bool,
 ) -> None:  # fmt: skip
-    """x [N, D] and table [V, D] in 8 bits, a scale and temperatures of their rows -> weights [N, V] in bfloat16 and
-    stats [N, T], which are written"""
+    """x [N, D] and table [V, D] with a scale of each row if they are in 8 bits, temperatures of positions -> weights
+    [N, V] in bfloat16 and stats [N, T], which are written"""
     (rows, width), vocab = x.shape, table.shape[0]
-    items = triton.cdiv(rows, 128) * triton.cdiv(vocab, 256)
+    items = triton.cdiv(rows, 128) * triton.cdiv(vocab, 128)
     launch(
         head_kernel, min(items, multiprocessors(x.device)),
-        _pieces(table, 128), _pieces(x, 128), x_scale, w_scale, temperature, _pieces(weights, 64), *stats, rows, vocab,
+        _pieces(table, TILE.value, LINE.value // table.element_size()),
+        _pieces(x, TILE.value, LINE.value // x.element_size()), x_scale, w_scale, temperature,
+        _pieces(weights, 64, TILE.value), *stats, rows, vocab,
         D=width, CAP=cap, FIXED=fixed, num_warps=4, maxnreg=MOST, **early(),
     )  # fmt: skip

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
 """The first stage of the vocabulary end: logits become weights and four numbers a tile (see `vocab_triton`).
 
-On Hopper, `weigh_gluon` does the same for 8-bit tables where no position has pins or bans: with the same bits, sooner.
+On Hopper, `weigh_gluon` does the same where no position has pins or bans: with the same bits, sooner.
 
 Legend: N positions, D hidden, V vocabulary, T tiles.
 """
@@ -51,9 +51,8 @@ def head_blocks(few: bool, dtype: torch.dtype, small: bool = False) -> Blocks:
         return Blocks(16, 128, 256 // dtype.itemsize, 4, 3 if small else 5, 16)
     if small:
         return Blocks(128, 128, 128 // dtype.itemsize, 8, 3)
-    if dtype.itemsize == 1:  # two programs on a multiprocessor: one multiplies while the other makes its weights
-        return Blocks(128, 128, 128, 4, 3, 2)
-    return Blocks(128, 256, 128 // dtype.itemsize, 8, 4)  # what two warp groups hold in registers
+    # Two programs on a multiprocessor: one multiplies while the other makes its weights.
+    return Blocks(128, 128, 128 // dtype.itemsize, 4, 3, 2)
 
 
 @triton.jit
@@ -186,11 +185,12 @@ class Stats(NamedTuple):
 
 
 def streams(table: Table, rules: Rules, b: Blocks, dtype: torch.dtype) -> bool:
-    """Can `weigh_gluon` make these weights? It has 8-bit tables, tiles of 128, no pins and no bans, and stores rows of
-    whole 16 bytes."""
-    if table.scale is None or any(_flags(rules).values()) or (b.rows, b.vocab, b.depth) != (128, 128, 128):
+    """Can `weigh_gluon` make these weights? It has tiles of 128 and 128 bytes, no pins and no bans, and stores rows of
+    whole 16 bytes, in bfloat16."""
+    lines = b.rows == b.vocab == b.depth * table.weight.element_size() == 128
+    if not lines or any(_flags(rules).values()) or dtype != torch.bfloat16:
         return False
-    return dtype == torch.bfloat16 and table.weight.shape[0] % 8 == 0 and gluon(table.weight.device)
+    return table.weight.shape[0] % 8 == 0 and gluon(table.weight.device)
 
 
 def weigh_fused(
@@ -209,8 +209,6 @@ def weigh_fused(
     if stream and streams(table, rules, b, weights.dtype):
         from diffusiongemma.ops.weigh_gluon import head_streamed
 
-        assert x_scale is not None
-        assert table.scale is not None
         head_streamed(x, x_scale, table.weight, table.scale, rules.temperature, weights, stats, cap, fixed)
         return weights, stats, b.vocab
     run(
