@@ -73,13 +73,14 @@ def call(
     return experts_pairs(x, index, weight, *weights, placed=replace(where, marks=marks[i % len(marks)]), stream=stream)
 
 
-def recorded(run: Callable[[int], Tensor]) -> torch.cuda.CUDAGraph:
-    for i in range(SETS):
+def recorded(run: Callable[[int], object], sets: int = SETS) -> torch.cuda.CUDAGraph:
+    """One run over each of so many sets of weights"""
+    for i in range(sets):
         run(i)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for i in range(SETS):
+        for i in range(sets):
             run(i)
     return graph
 

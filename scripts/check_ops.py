@@ -45,6 +45,7 @@ if DEVICE.type == "cpu":
 import exact_chain
 from cards import CARDS
 from exact_cases import DENSE, Case, Sort, layer_cases
+from exact_cuda import cuda_cases
 from exact_ends import attention_cases, vocab_cases
 from exact_limits import Verdict, judge
 from exact_one import one_cases
@@ -82,6 +83,7 @@ def cases_of(
         *one_cases(kind, shapes, inputs),
         *vocab_cases(kind, shapes, inputs, alone=card, exact=exact),
         *sampler_cases(shapes, inputs),
+        *cuda_cases(kind, inputs),
     ]
 
 

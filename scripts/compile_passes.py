@@ -6,9 +6,9 @@
 
 The engine's own passes run over tensors without numbers (the meta device), with two layers of the 26B's: prompts,
 steps of canvases with and without a block before them, tokens drawn. What they would launch is compiled, each kernel
-once. One line a kernel: bytes of shared memory, registers, bytes that a thread spills, and a hash of its PTX. The exit
-code is 1 if one does not compile, or wants more shared memory than the card has. Nothing is run, so this says nothing
-of results or speed.
+once. One line a kernel: bytes of shared memory, registers, bytes that a thread spills, and a hash of its PTX (of one in
+CUDA C++, of the machine's code). The exit code is 1 if one does not compile, or wants more shared memory than the card
+has. Nothing is run, so this says nothing of results or speed.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ from diffusiongemma.engine.fast import FastRunner
 from diffusiongemma.model import DiffusionGemma
 from diffusiongemma.model.backend import triton_ops
 from diffusiongemma.model.quantize import Scheme, replace_modules
-from diffusiongemma.ops import kernels
+from diffusiongemma.ops import kernels, nvrtc
 from diffusiongemma.ops.kernels import Card
 
 PROMPTS = (64, 512, 2048)  # tokens
 REACH = 2048
+SYSTEM = 1024  # bytes of shared memory that are in every program's on Hopper, and not its own
 
 
 class Launch(NamedTuple):
@@ -75,8 +76,32 @@ class Launch(NamedTuple):
         return {name: self.options[name] for name in ("num_warps", "num_stages", "maxnreg")}
 
 
+class InCuda(NamedTuple):
+    """The same of one in CUDA C++"""
+
+    kernel: nvrtc.Kernel
+
+    def key(self) -> str:
+        return repr((self.kernel.function, sorted(self.kernel.names.items())))
+
+    @property
+    def known(self) -> dict[str, Any]:
+        return dict(self.kernel.names)
+
+    def facts(self) -> dict[str, Any]:
+        known = {name: value for name, value in self.known.items() if isinstance(value, int)}
+        facts: dict[str, Any] = {"kernel": self.kernel.function, "known": known}
+        try:
+            code = self.kernel.code()
+        except Exception as error:
+            return facts | {"error": f"{type(error).__name__}: {str(error)[-500:]}"}
+        used = _used(code)
+        shared = self.kernel.shared + used["shared"] - SYSTEM
+        return facts | used | {"shared": shared, "code": hashlib.sha256(code).hexdigest()[:16]}
+
+
 @contextmanager
-def pretending(card: Card, found: dict[str, Launch]) -> Iterator[None]:
+def pretending(card: Card, found: dict[str, Launch | InCuda]) -> Iterator[None]:
     """Inside, Triton believes in this card, and what would be compiled is noted instead"""
     target = GPUTarget("cuda", 10 * card.capability[0] + card.capability[1], 32)
     stand_in = SimpleNamespace(
@@ -88,6 +113,9 @@ def pretending(card: Card, found: dict[str, Launch]) -> Iterator[None]:
         launch = Launch(self, signature, constants, attributes, dict(options.__dict__))
         found.setdefault(launch.key(), launch)
 
+    def note_cuda(self: nvrtc.Kernel, *args: Any) -> None:
+        found.setdefault(InCuda(self).key(), InCuda(self))
+
     before = driver._active
     driver.set_active(stand_in)
     token = kernels._compile_only.set(True)
@@ -95,6 +123,7 @@ def pretending(card: Card, found: dict[str, Launch]) -> Iterator[None]:
         stack.callback(setattr, driver, "_active", before)
         stack.enter_context(mock.patch.object(kernels, "card", return_value=card))
         stack.enter_context(mock.patch.object(JITFunction, "_do_compile", note))
+        stack.enter_context(mock.patch.object(nvrtc.Kernel, "run", note_cuda))
         stack.enter_context(mock.patch.object(torch.Tensor, "__bool__", return_value=True))  # that scales are finite
         try:
             yield
@@ -113,10 +142,11 @@ def network(kind: str) -> DiffusionGemma:
     return model.requires_grad_(False).eval()
 
 
-def launches(card: Card, kind: str, users: Sequence[int] = ()) -> list[Launch]:
+def launches(card: Card, kind: str, users: Sequence[int] = ()) -> list[Launch | InCuda]:
     """What all passes for so many users would launch on this card; for none: a step of one, and a token"""
-    found: dict[str, Launch] = {}
+    found: dict[str, Launch | InCuda] = {}
     kernels.gluon.cache_clear()
+    kernels.cpp.cache_clear()
     with pretending(card, found):
         limits = Limits(max_rows=8, max_bytes=1 << 30)
         runner = FastRunner(network(kind), triton_ops(), limits, graphs=False, overlap=())
@@ -143,8 +173,10 @@ def _passes(runner: FastRunner, users: Sequence[int]) -> None:
         runner.slate._encode(slate.Kind(8, size, min(size, width), REACH, False))
 
 
-def compiled(launch: Launch, card: Card, ptx_only: bool = False) -> dict[str, Any]:
-    """What came of it; `ptx_only`: without the machine's code, which takes longest"""
+def compiled(launch: Launch | InCuda, card: Card, ptx_only: bool = False) -> dict[str, Any]:
+    """What came of it; `ptx_only`: without the machine's code, which takes longest (of one in CUDA C++ it is quick)"""
+    if isinstance(launch, InCuda):
+        return launch.facts()
     facts: dict[str, Any] = {"kernel": launch.kernel.__name__, "known": {k: str(v) for k, v in launch.known.items()}}
     target = GPUTarget("cuda", 10 * card.capability[0] + card.capability[1], 32)
     source = launch.kernel.ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
@@ -158,19 +190,20 @@ def compiled(launch: Launch, card: Card, ptx_only: bool = False) -> dict[str, An
         return facts
     facts["waits"] = ptx.count("griddepcontrol.wait")
     facts["narrow"] = len(re.findall(r"ld\.global\S*\.b(?:8|16)\b", ptx))  # loads of 1 or 2 bytes
-    return facts | _used(made.asm["cubin"])
+    used = _used(made.asm["cubin"])
+    return facts | {name: used[name] for name in ("registers", "spilled")}
 
 
 def _used(cubin: bytes) -> dict[str, int]:
-    """Registers, and bytes of memory that a thread spills them to"""
+    """Registers, bytes of memory that a thread spills them to, and of shared memory that are known beforehand"""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", told)
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", told)
     assert found is not None, told
-    return {"registers": int(found.group(1)), "spilled": int(found.group(2))}
+    return dict(zip(("registers", "spilled", "shared"), map(int, found.groups()), strict=True))
 
 
 def only_ptx() -> None:
@@ -198,7 +231,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for facts in pool.map(lambda launch: compiled(launch, card, args.ptx), wanted):
                 found.append({"kind": kind, **facts})
-                told = (f"{n} {facts[n]}" for n in ("shared", "registers", "spilled", "ptx", "error") if n in facts)
+                names = ("shared", "registers", "spilled", "ptx", "code", "error")
+                told = (f"{name} {facts[name]}" for name in names if name in facts)
                 print(f"{kind:5} {facts['kernel']:28} {', '.join(told)}", flush=True)
     if args.out:
         args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

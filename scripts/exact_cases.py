@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import exact_products as products
 import exact_small as small
 import torch
-from exact_limits import Part, named
+from exact_limits import Part, named, same_bits
 from exact_products import Given, Matrix
 from exact_shapes import Inputs, Shapes
 from torch import Tensor
 
-from diffusiongemma.model.backend import VENDOR_ROWS, Ops
+from diffusiongemma.model.backend import VENDOR_ROWS, Ops, triton_ops
+from diffusiongemma.ops import product_cuda
 from diffusiongemma.ops.fused import Rows, rope_frequency, summed
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.routing import Placed, Routing, counters
@@ -36,6 +38,12 @@ class Case:
     format: str
     call: Callable[[Ops], Any]
     parts: Callable[[Any], list[Part]]
+
+
+@cache
+def by_triton() -> Ops:
+    """The kernels that those in CUDA C++ stand in for"""
+    return triton_ops(exact=True, cpp=False)
 
 
 def layer_cases(
@@ -156,26 +164,38 @@ def _products(kind: str, shapes: Shapes, inputs: Inputs, vendor: bool) -> Iterat
     for layer in shapes.layers():
         plain.append((f"linear qkv {layer.name}", dense, hidden, layer.projected))
         plain.append((f"linear o {layer.name}", dense, layer.heads * layer.size, hidden))
+    around = len(plain)
     plain += [("linear down", dense, width, hidden), ("linear self-conditioning", "bf16", width, hidden)]
     if kind == "int4":  # nothing in the engine has it, but `Ops.linear` takes it
         plain.append(("linear, 4-bit", "int4", hidden, next(shapes.layers()).projected))
-    for name, fmt, ins, outs in plain:
+    for i, (name, fmt, ins, outs) in enumerate(plain):
         w = inputs.matrix(fmt, outs, ins)
-        yield from (_linear(name, n, w, inputs.randn(n, ins), outs, vendor) for n in shapes.rows)
+        many = (*shapes.rows, *(shapes.dense if i < around else ()))
+        yield from (_linear(name, n, w, inputs.randn(n, ins), outs, vendor) for n in many)
     for name, fmt in (("geglu up", dense), ("geglu self-conditioning", "bf16")):
         w = inputs.matrix(fmt, 2 * width, hidden, gated=True)
         yield from (_geglu(name, n, w, inputs.randn(n, hidden), width) for n in shapes.rows)
 
 
+class Made(NamedTuple):
+    """Of a product"""
+
+    out: Tensor
+    given: Rows
+    twin: Tensor | None  # the same by Triton, where a kernel in CUDA C++ has made it
+
+
 def _linear(name: str, n: int, w: Matrix, x: Tensor, outs: int, vendor: bool) -> Case:
     vendor = vendor and w.fmt == "bf16" and n >= VENDOR_ROWS
 
-    def call(ops: Ops) -> tuple[Tensor, Rows]:
+    def call(ops: Ops) -> Made:
         given = ops.rows_for(Rows(x), w.kept)
-        return ops.linear(given, w.kept), given
+        cuda = product_cuda.tile_for(given, w.kept[0]) is not None
+        return Made(ops.linear(given, w.kept), given, by_triton().linear(given, w.kept) if cuda else None)
 
-    def parts(got: tuple[Tensor, Rows]) -> list[Part]:
-        return _both(w, lambda form: products.linear(got[0], Given(got[1], x), w, form, vendor))
+    def parts(got: Made) -> list[Part]:
+        found = _both(w, lambda form: products.linear(got.out, Given(got.given, x), w, form, vendor))
+        return found + ([] if got.twin is None else [same_bits("as by Triton", got.out, got.twin)])
 
     return Case(name, f"{n} x {x.shape[1]} -> {outs}", w.fmt, call, parts)
 

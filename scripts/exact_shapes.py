@@ -37,6 +37,7 @@ class Shapes:
     rows: tuple[int, ...]  # tokens of a pass
     sorted: tuple[int, ...]  # the same for the sort by expert, which goes another way with many pairs
     placed: tuple[int, ...]  # further ones, of which only pairs are placed: experts with other blocks of rows
+    dense: tuple[int, ...]  # further ones, of which only products around attention are made: in other tiles
     canvases: tuple[Lines, ...]
     prompts: tuple[Lines, ...]
     ones: tuple[Lines, ...]
@@ -63,7 +64,8 @@ def shapes_of(name: str) -> Shapes:
     if name == "26b":
         return Shapes(
             ModelConfig.preset("26b-a4b", **LAYERS), rows=(1, 16, 256, 2048), sorted=(16, 256, 2048),
-            placed=(512, 1024), canvases=(((1500, 256),), ((0, 256), (2900, 256), (700, 256), (31, 250))),
+            placed=(512, 1024), dense=(200, 300, 500, 1000),
+            canvases=(((1500, 256),), ((0, 256), (2900, 256), (700, 256), (31, 250))),
             prompts=(((0, 2048),), ((1500, 300), (0, 40))),
             ones=(((3000, 1),), ((40, 1), (0, 1), (3000, 1), (700, 1), (1100, 1))), read=(256,), few=(1, 8),
         )  # fmt: skip
@@ -74,7 +76,7 @@ def shapes_of(name: str) -> Shapes:
         num_experts=16, top_k_experts=2, sliding_window=16, canvas_length=10, eos_token_ids=(1,), **LAYERS,
     )  # fmt: skip
     return Shapes(
-        config, rows=(1, 21), sorted=(21, 2100), placed=(), canvases=(((0, 9), (40, 10)),),
+        config, rows=(1, 21), sorted=(21, 2100), placed=(), dense=(), canvases=(((0, 9), (40, 10)),),
         prompts=(((0, 37),), ((11, 7), (0, 3))), ones=(((40, 1), (0, 1), (3, 1), (17, 1), (9, 1)),),
         read=(9,), few=(3,),
     )  # fmt: skip

@@ -1,11 +1,18 @@
 """Kernels of a recorded step are told apart, in the order in which the fused network launches them."""
 
+import re
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("triton")
 
+from diffusiongemma import ops
 from diffusiongemma.bench.floor import ATTENTION, CONDITIONING, DENSE, EXPERTS, REST, VOCABULARY
-from diffusiongemma.bench.kernels import Launch, assign, families, from_trace, summarise
+from diffusiongemma.bench.kernels import PRODUCT, Launch, assign, families, from_trace, summarise
+from diffusiongemma.ops import product_cuda
+from diffusiongemma.ops.product_cuda import Tile
 
 VENDOR = "nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_TNT"
 TORCH = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>(int)"
@@ -90,6 +97,21 @@ def test_overlap_is_charged_once() -> None:
     profile = summarise(ran, LAYERS, 1)
     assert profile.parts == {EXPERTS: 0.022, DENSE: 0.0}
     assert profile.idle_ms == 0.001
+
+
+def test_products_in_cuda_belong_where_others_do() -> None:
+    names = {"product_kernel": "product_cuda_kernel", VENDOR: "product_cuda_kernel"}
+    ran, wanted = launches(overlap=True)
+    assert assign([replace(launch, name=names.get(launch.name, launch.name)) for launch in ran], LAYERS) == wanted
+
+
+def test_kernels_in_cuda_are_found_by_their_files() -> None:
+    """… which say `name_cuda_kernel(`"""
+    found = {name: part for name, part in families().items() if name.endswith("_cuda_kernel")}
+    assert found.items() >= {"product_cuda_kernel": PRODUCT}.items()
+    assert product_cuda.kernel_of(Tile(64, 88, 8)).function in found
+    sources = "".join(file.read_text() for file in Path(ops.__path__[0]).glob("*.cu"))
+    assert set(re.findall(r"__global__ void[^;{]*?(\w+)\(const", sources)) == found.keys(), "one has another name"
 
 
 def test_kernels_that_announce_a_part_exist() -> None:

@@ -1,7 +1,8 @@
-"""What can be said of a kernel in Gluon without a card: it is compiled for Hopper, and the machine's code is read.
+"""What can be said of a kernel in Gluon or CUDA C++ without a card: it is compiled for Hopper, and the machine's code
+is read.
 
 Tests run in Triton's interpreter, which knows no Gluon, so `run` has another Python run a script, which compiles and
-prints `facts` last."""
+prints `facts` last. What comes from CUDA C++ is `Machine` code at once."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +64,40 @@ def facts(kernel: Any) -> dict[str, Any]:
         "serialised": "serialized" in told,
         "unguarded": _unguarded(ptx),
     }
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the card gets of one kernel"""
+
+    registers: int  # of a thread
+    local: int  # bytes of memory that it has for itself: what is spilled lies there
+    shared: int  # bytes that are known beforehand, and what the system has of each program
+    code: Sequence[str]  # instructions
+
+    @classmethod
+    def of(cls, cubin: bytes) -> Machine:
+        used, told = _told(cubin, "--dump-resource-usage"), _told(cubin, "--dump-sass")
+        found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", used)
+        assert found is not None, used
+        registers, stack, shared, local = map(int, found.groups())
+        code = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][^;]*?) ?;", told)
+        assert code, told[:500]
+        return cls(registers, stack + local, shared, code)
+
+    def count(self, *names: str) -> int:
+        """Instructions of these kinds"""
+        return sum(line.split()[0].split(".")[0] in names for line in self.code)
+
+
+def _told(cubin: bytes, what: str) -> str:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([tool, what, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def _unguarded(ptx: str) -> list[str]:

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diffusiongemma.config import FULL, SLIDING, ModelConfig
-from diffusiongemma.model.backend import VENDOR_ROWS, Ops, torch_ops
-from diffusiongemma.ops import experts_triton, kernels, routing, sampler, soft_triton, weigh_triton
+from diffusiongemma.model.backend import VENDOR_ROWS, Ops, torch_ops, triton_ops
+from diffusiongemma.ops import experts_triton, kernels, product_cuda, routing, sampler, soft_triton, weigh_triton
 from diffusiongemma.ops.fused import Rows
+from diffusiongemma.ops.product_cuda import Tile
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.tiles import block_rows
 from scripted import load_script
@@ -25,7 +26,9 @@ KINDS = ["bf16", "fp8", "int8", "int4"]
 
 script = load_script("check_ops")
 
-import exact_chain  # noqa: E402  # beside the script, which has made them found
+import exact_cases  # noqa: E402  # beside the script, which has made them found
+import exact_chain  # noqa: E402
+import exact_cuda  # noqa: E402
 import exact_limits  # noqa: E402
 import exact_products  # noqa: E402
 import exact_small  # noqa: E402
@@ -38,7 +41,7 @@ TINY = Shapes(
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_global_key_value_heads=1, global_head_dim=32,
         num_experts=16, top_k_experts=2, sliding_window=16, canvas_length=8, layer_types=(SLIDING, FULL),
     ),
-    rows=(1, 6), sorted=(6,), placed=(9,), canvases=(((0, 3), (20, 5)),), prompts=(((5, 18), (0, 2)),),
+    rows=(1, 6), sorted=(6,), placed=(9,), dense=(7,), canvases=(((0, 3), (20, 5)),), prompts=(((5, 18), (0, 2)),),
     ones=(((20, 1), (0, 1)),), read=(5,), few=(2,),
 )  # fmt: skip
 
@@ -86,7 +89,7 @@ def test_the_kernels_as_on_another_card(monkeypatch: pytest.MonkeyPatch, capsys:
 
 def test_what_only_a_card_is_asked() -> None:
     """A row alone, and the vendor's products. Here, sums may depend on the batch: but nothing may fail."""
-    shapes = replace(TINY, rows=(VENDOR_ROWS,))
+    shapes = replace(TINY, rows=(VENDOR_ROWS,), dense=())
     cases = script.cases_of("bf16", shapes, Inputs(DEVICE), routing.route, 0, exact=True, card=True)
     found = script.check(cases, torch_ops(), lambda text: None)
     assert found.broken == []
@@ -99,11 +102,11 @@ def test_what_only_a_card_is_asked() -> None:
     assert all(a.limit > b.limit for (*_, a), b in zip(vendors.lines, own, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("kind", ["int8", "fp8", "bf16"])
 def test_a_head_with_another_bit_than_its_twin_is_told(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def heads() -> Any:
         cases = script.cases_of(kind, TINY, Inputs(DEVICE), routing.route, 0, exact=True, card=True)
-        heads = [case for case in cases if case.name.startswith("head")]
+        heads = [case for case in cases if case.name.startswith("head ")]
         assert {case.format for case in heads} == {kind}
         return script.check(heads, torch_ops(), lambda text: None)
 
@@ -119,6 +122,80 @@ def test_a_head_with_another_bit_than_its_twin_is_told(kind: str, monkeypatch: p
     assert len(found.lines) == 3 * 5
     monkeypatch.setattr(weigh_triton, "weigh_fused", wrong)
     assert [told.partition(": ")[2] for told in heads().outside] == ["tilt as by Triton"] * 3
+
+
+class Stand:
+    """In for the kernel in CUDA C++: what Triton's makes, with another bit where it is `wrong`. Tiny shapes have tiles,
+    too."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, wrong: bool = False) -> None:
+        self.wrong, self.tiles = wrong, list[Tile]()
+        monkeypatch.setattr(kernels, "cpp", lambda device: True)
+        monkeypatch.setattr(product_cuda, "product", self.product)
+        monkeypatch.setattr(product_cuda, "MEASURED", {(64, 128): ((range(6, 8), Tile(64, 8, 2)),)})
+        monkeypatch.setattr(exact_cuda, "ROWS", 5)
+        monkeypatch.setattr(exact_cuda, "INPUTS", (128,))
+
+    def product(self, x: Rows, w: Tensor, scale: Tensor | None, tile: Tile) -> Tensor:
+        self.tiles.append(tile)
+        out = exact_cases.by_triton().linear(x, (w, scale))
+        out.view(torch.int16)[-1, -1] ^= self.wrong
+        return out
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_another_bit_than_that_of_triton_is_told(wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a kernel in CUDA C++ is used: by the operations, and in each of its tiles"""
+    stand = Stand(monkeypatch, wrong)
+    found = [outcome("fp8", triton_ops(exact=True), only=name) for name in ("linear o", "CUDA C++")]
+    assert [each.broken for each in found] == [[], []]
+    assert set(stand.tiles) == {*exact_cuda.tiles(), Tile(64, 8, 2)}
+    lines = [(case.name, case.shape.partition(" ")[0], what) for each in found for case, what, _ in each.lines]
+    compared = [(name, rows) for name, rows, what in lines if what == "as by Triton"]
+    assert set(compared[: -len(exact_cuda.tiles())]) == {("linear o sliding", "6"), ("linear o sliding", "7")}
+    told = [f"{name}: as by Triton" for name, _ in compared]
+    assert [each for one in found for each in one.outside] == (told if wrong else [])
+
+
+def test_memcheck_calls_the_kernel_in_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand = Stand(monkeypatch)
+    monkeypatch.setattr(script, "shapes_of", lambda name: TINY)
+    monkeypatch.setattr(script, "triton_ops", lambda exact: torch_ops())
+    for kind, code in (("fp8", 0), ("bf16", 1), ("int8", 1), ("int4", 1)):  # 1: there is no such case
+        stand.tiles.clear()
+        assert script.main(["--memcheck", "--kind", kind, "--only", "CUDA C++"]) == code
+        assert stand.tiles == (exact_cuda.tiles() if kind == "fp8" else [])
+
+
+def test_on_a_card_every_tile_in_cuda_has_a_case_of_the_engines_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """… of a canvas, too; and rows that do not fill it"""
+    monkeypatch.setattr(kernels, "cpp", lambda device: True)
+    shapes, found = shapes_of("26b"), dict[tuple[int, int], set[tuple[Tile, int]]]()
+    hidden = shapes.config.hidden_size
+    for layer in shapes.layers():
+        for ins, outs in ((hidden, layer.projected), (layer.heads * layer.size, hidden)):
+            w = torch.empty(outs, ins, dtype=FP8, device="meta")
+            for n in (*shapes.rows, *shapes.dense):
+                x = Rows(torch.empty(n, ins, dtype=FP8, device="meta"), torch.empty(n, 1, device="meta"))
+                tile = product_cuda.tile_for(x, w)
+                found.setdefault((ins, outs), set()).update([] if tile is None else [(tile, n)])
+    assert found.keys() == product_cuda.MEASURED.keys()
+    for shape, known in product_cuda.MEASURED.items():
+        tiles = {tile for _, tile in known}
+        assert {tile for tile, _ in found[shape]} == tiles
+        assert {tile for tile, n in found[shape] if n % tile.rows} == tiles
+        assert {n for _, n in found[shape]} >= {256}
+
+
+def test_tiles_in_cuda_are_checked_with_what_sticks_out_of_them() -> None:
+    stages = {tile.stages for tile in exact_cuda.tiles()}
+    few, many = (-(-inputs // 128) for inputs in exact_cuda.INPUTS)
+    assert few < min(stages)
+    assert 2 * max(stages) < many
+    assert all(inputs % 128 == 0 for inputs in exact_cuda.INPUTS), "Triton takes other steps along others"
+    assert all(exact_cuda.ROWS % rows for rows in (64, 128))
+    for tile in exact_cuda.tiles():
+        assert (2 * tile.outputs + 24) % tile.outputs
 
 
 def test_what_the_limits_say_of_the_kernels_is_so() -> None:

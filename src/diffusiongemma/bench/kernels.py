@@ -58,7 +58,7 @@ class Profile:
 
 @cache
 def families() -> dict[str, str]:
-    """Kernel -> part, for every Triton kernel in `ops/`; norms and the router are the rest."""
+    """Kernel -> part, for every kernel in `ops/`; norms and the router are the rest."""
     from triton.runtime import JITFunction
     from triton.runtime.interpreter import InterpretedFunction  # what a kernel is where TRITON_INTERPRET is set
 
@@ -75,6 +75,9 @@ def families() -> dict[str, str]:
             ours = isinstance(value, JITFunction | InterpretedFunction) and value.fn.__module__.endswith(file.stem)
             if name.endswith("kernel") and ours:
                 found[name] = _FILES.get(file.stem.partition("_")[0], REST)
+    for file in sorted(folder.glob("*.cu")):
+        for name in re.findall(r"(\w+_cuda_kernel)\(", file.read_text(encoding="utf-8")):
+            found[name] = _FILES[name.partition("_")[0]]
     return found
 
 

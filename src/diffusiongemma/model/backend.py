@@ -168,9 +168,9 @@ def _torch_vocab_end(
 # ---- Triton ------------------------------------------------------------------------------------------------------
 
 
-def triton_ops(exact: bool = False, few: bool = True, stream: bool = True) -> Ops:
+def triton_ops(exact: bool = False, few: bool = True, stream: bool = True, cpp: bool = True) -> Ops:
     """Import only where `kernels.unavailable` has found nothing. `few`: off, a few rows go the way of many; `stream`:
-    off, each product of the experts is a kernel of its own everywhere."""
+    off, each product of the experts is a kernel of its own everywhere; `cpp`: off, no kernel in CUDA C++ is used."""
     from diffusiongemma.ops import (
         attention_join_triton,
         attention_triton,
@@ -179,6 +179,7 @@ def triton_ops(exact: bool = False, few: bool = True, stream: bool = True) -> Op
         heads_triton,
         linear_triton,
         norm_triton,
+        product_cuda,
         product_triton,
         router_one_triton,
         router_triton,
@@ -216,6 +217,8 @@ def triton_ops(exact: bool = False, few: bool = True, stream: bool = True) -> Op
             return few_triton.few(x, w, scale)
         if slim:
             return product_triton.product(x, w, scale, tile=tiles.SLIM).values
+        if cpp and (tile := product_cuda.tile_for(x, w)) is not None:
+            return product_cuda.product(x, w, scale, tile)
         if exact or kernels.interpreted():
             return product_triton.product(x, w, scale).values
         if w.dtype == x.values.dtype and scale is None and rows >= VENDOR_ROWS:

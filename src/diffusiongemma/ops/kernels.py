@@ -29,6 +29,7 @@ TRIED = ((3, 6), (3, 9))  # versions of Triton that compile the kernels in Gluon
 
 OLDEST = (8, 9)  # compute capability: tensor cores that multiply fp8 numbers
 HOPPER = (9, 0)
+NVRTC = (12, 3)  # knows all that Hopper's kernels in CUDA C++ say
 
 _compile_only: ContextVar[bool] = ContextVar("compile_only", default=False)
 
@@ -121,13 +122,57 @@ def gluon(device: torch.device) -> bool:
     return reason is None
 
 
+def cpp_unavailable(device: torch.device) -> str | None:
+    """Why no kernel in CUDA C++ can run on this device, or None"""
+    if interpreted() or device.type == "cpu":
+        return "CUDA C++ has no interpreter"
+    found = card(device).capability
+    if found != HOPPER:
+        return f"they are laid out for Hopper ({dotted(HOPPER)}), this card has {dotted(found)}"
+    try:
+        from cuda.bindings import nvrtc
+
+        error, *version = nvrtc.nvrtcVersion()
+    except Exception as missing:  # the package, or the library behind it, which says so in its own way
+        return f"cuda-bindings and NVRTC compile them, and are not to be had: {missing}"
+    if error or tuple(version) < NVRTC:
+        return f"they need NVRTC {dotted(NVRTC)} or newer, here is {'.'.join(map(str, version))}"
+    return None if device.type != "cuda" else _refused(device)
+
+
+def _refused(device: torch.device) -> str | None:
+    """Why the driver does not take what NVRTC makes, or None"""
+    from diffusiongemma.ops import nvrtc
+
+    try:
+        with current(device):
+            nvrtc.probe(device)
+    except Exception as error:
+        return f"the driver does not take what NVRTC makes: {error}"
+    return None
+
+
+@cache
+def cpp(device: torch.device) -> bool:
+    """Do kernels in CUDA C++ run on this device? If not, the log says why, once."""
+    reason = cpp_unavailable(device)
+    if reason is not None and device.type == "cuda":
+        log.info("no kernels in CUDA C++, others do their work: %s", reason)
+    return reason is None
+
+
 def interpreted() -> bool:
     """Triton runs kernels in Python, on tensors of the CPU: slow, for tests."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+def compile_only() -> bool:
+    """Are kernels compiled here, and not run? See `compiling`."""
+    return _compile_only.get()
+
+
 def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
-    if _compile_only.get():
+    if compile_only():
         kernel.warmup(*args, grid=(programs,), **options)
     else:
         kernel[(programs,)](*args, **options)
