@@ -43,7 +43,9 @@ def _create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
         product = np.matmul(a.data.astype(np.int32), b.data.astype(np.int32))
         return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
     wide = [_convert_float(t.data, t.dtype.scalar, tl.float32, None).view(np.float32) for t in (a, b)]
-    return interpreter.TensorHandle(np.matmul(*wide).astype(d.data.dtype) + d.data, d.dtype.scalar)
+    # In float64: on some CPUs a float32 product of numpy has other bits at its edges, on a card it has not.
+    product = np.matmul(*(w.astype(np.float64) for w in wide))
+    return interpreter.TensorHandle(product.astype(d.data.dtype) + d.data, d.dtype.scalar)
 
 
 def _create_si_to_fp(self, source, target):
