@@ -92,6 +92,7 @@ def test_what_the_launch_before_writes_is_read_when_it_has_ended(tile: Tile) -> 
             found.append(Counter())
         elif found and not found[-1]["end"]:
             found[-1].update(["load"] if name.startswith("LDG.") else [])
+            assert "CONSTANT" not in name, "what was just written is read as if it had always been there"
             found[-1].update(["end"] if re.match(r".GMMA|UTMALDG|EXIT|STG", name) else [])
     assert sorted(each["load"] for each in found) == [0, 2]
 
@@ -171,7 +172,7 @@ def lacks(what: str) -> Any:
         (SimpleNamespace(nvrtcVersion=lambda: (0, 13, 0)), None),
         (SimpleNamespace(nvrtcVersion=lambda: (0, 12, 2)), "they need NVRTC 12.3 or newer, here is 12.2"),
         (SimpleNamespace(nvrtcVersion=lambda: (0, 9, 9)), "they need NVRTC 12.3 or newer, here is 9.9"),
-        (SimpleNamespace(nvrtcVersion=lambda: (7, 12, 9)), "they need NVRTC 12.3 or newer"),
+        (SimpleNamespace(nvrtcVersion=lambda: (7, 12, 9)), "NVRTC answers 7"),
         (SimpleNamespace(nvrtcVersion=lacks("no libnvrtc")), "cuda-bindings and NVRTC .* not to be had: no libnvrtc"),
         (None, "cuda-bindings and NVRTC .* not to be had: .*cuda"),
     ],
@@ -253,34 +254,35 @@ def meta(rows: int, inputs: int) -> Rows:
 
 @pytest.mark.usefixtures("_cpp")
 def test_what_does_not_fit() -> None:
-    x, w = fp8(8, 64), torch.zeros(24, 64).to(FP8)
-    wide = torch.zeros(8, 64, dtype=BF16)
+    x, w = fp8(8, 128), torch.zeros(24, 128).to(FP8)
+    wide = torch.zeros(8, 128, dtype=BF16)
     assert unfit(x, w) is None
     assert unfit(Rows(wide), w.to(BF16)) == "no kernel for torch.bfloat16 times torch.bfloat16"
     assert unfit(x, w.to(BF16)) == "no kernel for torch.float8_e4m3fn times torch.bfloat16"
-    assert unfit(Rows(torch.zeros(8, 96).to(FP8)[:, :64], x.scale), w) is None, "rows further apart"
+    assert unfit(Rows(torch.zeros(8, 160).to(FP8)[:, :128], x.scale), w) is None, "rows further apart"
     assert unfit(Rows(wide), w) == "no kernel for torch.bfloat16 times torch.float8_e4m3fn"
     assert unfit(Rows(wide.to(torch.int8)), w.float().to(torch.int8)) == "no kernel for torch.int8 times torch.int8"
     assert unfit(x, w[None]) == "no kernel for torch.float8_e4m3fn times torch.float8_e4m3fn"
     for scale in (None, torch.ones(8, 2)):
         assert unfit(Rows(x.values, scale), w) == "rows in fp8 have one scale each"
     together = "the numbers of a row lie together"
-    assert unfit(Rows(torch.zeros(64, 8).to(FP8).t(), x.scale), w) == together
-    assert unfit(x, torch.zeros(64, 24).to(FP8).t()) == together
-    assert unfit(x, torch.zeros(24, 128).to(FP8)[:, :64]) == together
+    assert unfit(Rows(torch.zeros(128, 8).to(FP8).t(), x.scale), w) == together
+    assert unfit(x, torch.zeros(128, 24).to(FP8).t()) == together
+    assert unfit(x, torch.zeros(24, 256).to(FP8)[:, :128]) == together
     begin = "rows begin at multiples of 16 bytes"
-    assert unfit(Rows(torch.zeros(8, 72).to(FP8)[:, :64], x.scale), w) == begin
-    assert unfit(Rows(torch.zeros(8, 96).to(FP8)[:, 8:72], x.scale), w) == begin
+    assert unfit(Rows(torch.zeros(8, 136).to(FP8)[:, :128], x.scale), w) == begin
+    assert unfit(Rows(torch.zeros(8, 160).to(FP8)[:, 8:136], x.scale), w) == begin
     assert unfit(fp8(8, 72), torch.zeros(24, 72).to(FP8)) == begin
-    assert unfit(x, torch.zeros(24 * 64 + 8).to(FP8)[8:].view(24, 64)) == begin
+    assert unfit(x, torch.zeros(24 * 128 + 8).to(FP8)[8:].view(24, 128)) == begin
+    assert unfit(fp8(8, 192), torch.zeros(24, 192).to(FP8)) == "sums are made 128 numbers at a time"
     assert unfit(x, w[:20]) == "a row of the result is written 8 numbers at a time"
 
 
 def test_nothing_fits_where_they_do_not_run() -> None:
-    assert unfit(fp8(8, 64), torch.zeros(24, 64).to(FP8)) == "there are no kernels in CUDA C++ here"
+    assert unfit(fp8(8, 128), torch.zeros(24, 128).to(FP8)) == "there are no kernels in CUDA C++ here"
     assert tile_for(fp8(256, 4096), bare(2816, 4096)) is None
     with pytest.raises(AssertionError, match="no kernels in CUDA"):
-        product_cuda.product(fp8(8, 64), torch.zeros(24, 64).to(FP8), torch.ones(24, 1), TILES[0])
+        product_cuda.product(fp8(8, 128), torch.zeros(24, 128).to(FP8), torch.ones(24, 1), TILES[0])
 
 
 BEHIND = {65: (64, 88, 8), 256: (64, 88, 8), 385: (128, 88, 8), 512: (128, 88, 8), 897: (128, 176, 5),

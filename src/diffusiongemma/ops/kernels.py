@@ -135,7 +135,9 @@ def cpp_unavailable(device: torch.device) -> str | None:
         error, *version = nvrtc.nvrtcVersion()
     except Exception as missing:  # the package, or the library behind it, which says so in its own way
         return f"cuda-bindings and NVRTC compile them, and are not to be had: {missing}"
-    if error or tuple(version) < NVRTC:
+    if error:
+        return f"NVRTC answers {error!r}"
+    if tuple(version) < NVRTC:
         return f"they need NVRTC {dotted(NVRTC)} or newer, here is {'.'.join(map(str, version))}"
     return None if device.type != "cuda" else _refused(device)
 

@@ -152,10 +152,11 @@ __device__ __forceinline__ void bring_scales(float* scales, const float* w_scale
         scales[i] = first_output + i < outputs ? w_scale[first_output + i] : 0.0f;
 }
 
-// Those of the two rows, eight apart, whose sums a thread has
-__device__ __forceinline__ float2 scales_of(const float* x_scale, int first_row, int rows) {
-    const int low = first_row + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
-    return {low < rows ? x_scale[low] : 0.0f, low + 8 < rows ? x_scale[low + 8] : 0.0f};
+// Of a row. The kernel before has just written it: no compiler may read it sooner, nor as if it were a constant.
+__device__ __forceinline__ float scale_of(const float* x_scale, int row, int rows) {
+    float scale = 0.0f;
+    if (row < rows) asm volatile("ld.global.f32 %0, [%1];" : "=f"(scale) : "l"(x_scale + row) : "memory");
+    return scale;
 }
 
 // The sums, times their scales, as bfloat16 in shared memory: a warp's sixteen rows, PITCH bytes each. The ring is free
@@ -177,8 +178,8 @@ __device__ __forceinline__ void put_down(const float (&sum)[MINE], u32 ring, con
 
 extern "C" __global__ void __launch_bounds__(GROUPS * 128 + 32, 1)
 product_cuda_kernel(const __grid_constant__ Map x_map, const __grid_constant__ Map w_map,
-                    const float* __restrict__ x_scale, const float* __restrict__ w_scale, u16* __restrict__ out,
-                    int rows, int outputs, int steps) {
+                    const float* x_scale, const float* __restrict__ w_scale, u16* out, int rows, int outputs,
+                    int steps) {
     extern __shared__ u8 memory[];
     __shared__ alignas(8) u64 full[STAGES], empty[STAGES];
     __shared__ alignas(8) float scales[BN];
@@ -192,7 +193,8 @@ product_cuda_kernel(const __grid_constant__ Map x_map, const __grid_constant__ M
     bring_scales(scales, w_scale, first_output, outputs);
     wait_before();
     let_next();
-    const float2 of_rows = scales_of(x_scale, first_row, rows);
+    const int low = first_row + warp * 16 + lane / 4;  // a thread has sums of this row, and of the one eight below
+    const float2 of_rows = {scale_of(x_scale, low, rows), scale_of(x_scale, low + 8, rows)};
     float sum[MINE];
     sum_up(sum, ring, warp / 4, steps);
     put_down(sum, ring.at, scales, of_rows);

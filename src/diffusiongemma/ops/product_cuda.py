@@ -88,6 +88,8 @@ def unfit(x: Rows, w: Tensor) -> str | None:
         return "the numbers of a row lie together"
     if any(n % 16 for t in (values, w) for n in (t.stride(0), t.data_ptr())):
         return "rows begin at multiples of 16 bytes"
+    if w.shape[1] % LINE:
+        return f"sums are made {LINE} numbers at a time"
     return "a row of the result is written 8 numbers at a time" if w.shape[0] % 8 else None
 
 
@@ -104,10 +106,12 @@ def product(x: Rows, w: Tensor, w_scale: Tensor | None, tile: Tile) -> Tensor:
     assert reason is None, reason
     assert x.scale is not None
     assert w_scale is not None
+    assert x.scale.is_contiguous()
+    assert w_scale.is_contiguous()
     (rows, inputs), outputs = x.values.shape, w.shape[0]
     out = torch.empty(rows, outputs, dtype=torch.bfloat16, device=w.device)
     kernel_of(tile).run(
         -(-rows // tile.rows) * -(-outputs // tile.outputs), tile.threads, nvrtc.Tiles(x.values, tile.rows),
-        nvrtc.Tiles(w, tile.outputs), x.scale, w_scale, out, rows, outputs, -(-inputs // LINE),
+        nvrtc.Tiles(w, tile.outputs), x.scale, w_scale, out, rows, outputs, inputs // LINE,
     )  # fmt: skip
     return out
