@@ -133,6 +133,7 @@ class Stand:
         monkeypatch.setattr(kernels, "cpp", lambda device: True)
         monkeypatch.setattr(product_cuda, "product", self.product)
         monkeypatch.setattr(product_cuda, "MEASURED", {(64, 128): ((range(6, 8), Tile(64, 8, 2)),)})
+        monkeypatch.setattr(product_cuda, "LINE", 64)
         monkeypatch.setattr(exact_cuda, "ROWS", 5)
         monkeypatch.setattr(exact_cuda, "INPUTS", (128,))
 
