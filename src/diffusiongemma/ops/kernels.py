@@ -1,8 +1,9 @@
 """Whether Triton kernels can run here, what the card can do, how they are launched, and how many are compiled at once.
 
 What kernels need of a card: 8.9 for products of fp8 numbers, 9.0 for launches that begin early and for prefetches in
-bulk, and Hopper itself (9.0, no other) for those in Gluon. How much shared memory a program may have differs, too, and
-with it their tiles. All but Hopper are cards that the kernels were compiled for and never run on (`engine/trial.py`).
+bulk, and Hopper itself (9.0, no other) for those in Gluon and in CUDA C++. How much shared memory a program may have
+differs, too, and with it their tiles. All but Hopper are cards that the kernels were compiled for and never run on
+(`engine/trial.py`).
 
 This module imports without Triton and without a GPU, as does everything above `ops`: the `*_triton` modules are
 imported only after `unavailable` has found nothing.
