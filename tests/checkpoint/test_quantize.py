@@ -16,6 +16,7 @@ from diffusiongemma.checkpoint import load_model, save_model
 from diffusiongemma.checkpoint.fidelity import by_part, compare, record
 from diffusiongemma.checkpoint.layout import stock_layout
 from diffusiongemma.checkpoint.quantize import quantize_folder
+from diffusiongemma.checkpoint.samples import random_samples
 from diffusiongemma.config import ModelConfig
 from diffusiongemma.engine.fast import choose_runner
 from diffusiongemma.engine.runner import Runner
@@ -558,16 +559,15 @@ def test_errors_by_layer_and_part(plain: Path, tmp_path: Path) -> None:
 
 def test_agreement_with_itself_and_with_noise(plain: Path) -> None:
     model = load_model(plain)
-    logits = record(model, prompts=2)
-    same_again = compare(logits, record(model, prompts=2))
+    samples = random_samples(CONFIG.vocab_size, 2)
+    logits = record(model, samples)
+    same_again = compare(logits, record(model, samples))
     assert (same_again.cosine, same_again.argmax, same_again.kl) == (pytest.approx(1), 1.0, pytest.approx(0))
     assert same_again.positions == 2 * 2 * 32
     other = compare(logits, [torch.randn(t.shape, generator=torch.Generator().manual_seed(0)) for t in logits])
     assert abs(other.cosine) < 0.1
     assert other.argmax < 0.2
     assert other.kl > 0.1
-    with pytest.raises(CheckpointError):
-        record(model, prompts=0)
 
 
 def test_the_26b_network_in_each_format() -> None:
@@ -592,5 +592,5 @@ def test_random_networks_are_quantised_as_they_are_made(kind: str) -> None:
     assert same(model, random_network(CONFIG, Scheme.parse(kind, GROUP[kind]), dtype=torch.float32, seed=5, std=0.05))
     spread = dequantised(model)["layers.1.experts.gate_up_proj"].std()
     assert float(spread) == pytest.approx(0.05, rel=0.05)
-    assert all(t.isfinite().all() for t in record(model, prompts=1))
+    assert all(t.isfinite().all() for t in record(model, random_samples(CONFIG.vocab_size, 1)))
     assert torch.equal(model.norm.weight, torch.ones(64))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,22 @@ from diffusiongemma.errors import ConfigError
 from diffusiongemma.model import DiffusionGemma
 from diffusiongemma.model.quantize import formats_in
 from diffusiongemma.ops.quantized import QuantLinear
+from diffusiongemma.text.bytes import byte_tokenizer
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("quantize") / "plain"
     save_model(DiffusionGemma(ModelConfig.preset("tiny")).init_weights(0, 0.05), folder, dtype="bfloat16")
+    (folder / "tokenizer.json").write_text(byte_tokenizer().to_json())
     return folder
+
+
+@pytest.fixture(scope="module")
+def text(plain: Path) -> Path:
+    file = plain.parent / "text.txt"
+    file.write_text("All work and no play makes a dull canvas. " * 119)
+    return file
 
 
 def dgemma(*args: str | Path) -> str:
@@ -62,6 +72,46 @@ def test_json(plain: Path, tmp_path: Path) -> None:
     assert facts["agreement"]["positions"] == 64
     assert json.loads(dgemma("inspect", out, "--json"))["checkpoint"]["format"] == "int4 in groups of 32, fp8"
     assert facts["format"] == "int4"
+
+
+def test_calibrated(plain: Path, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    how = ("--format", "int4", "--group", 32, "--calibrate", text, "--check", 2)
+    shown = " ".join(dgemma("quantize", plain, out, *how, "--samples", 9).split())
+    for words in ("Relative error of the weights", "on 9 samples that they were fitted to", f"written to {out}"):
+        assert words in shown
+    facts = json.loads(dgemma("quantize", plain, out, *how, "--overwrite", "--json"))
+    assert facts["samples"] == 18 - 2  # 5,000 bytes, 256 + 32 a sample
+    assert facts["agreement"]["positions"] == 2 * 2 * 32
+    for row in facts["parts"]:
+        assert row["product"] is None if row["part"] == "embeddings" else 0 < row["product"] < row["relative"]
+
+
+def test_mistakes_of_calibrating(plain: Path, text: Path, tmp_path: Path) -> None:
+    def failing(*args: str | Path) -> str:
+        out = tmp_path / "out"
+        result = CliRunner().invoke(app, ["quantize", str(plain), str(out), "--format", "fp8", *map(str, args)])
+        assert not out.exists()
+        assert result.exit_code != 0
+        return str(result.exception) + result.output
+
+    assert "no effect without --calibrate" in failing("--samples", 9)
+    assert "18 samples, 21 to calibrate on are needed" in failing("--calibrate", text, "--samples", 21)
+    assert "18 samples, 15 to calibrate on and 6 to compare on are needed" in failing(
+        "--calibrate", text, "--samples", 15, "--check", 6
+    )
+    assert "--samples" in failing("--calibrate", text, "--samples", 7)
+    (tmp_path / "short.txt").write_text("short")
+    assert "0 samples, 8 to calibrate on are needed: give a longer text" in failing(
+        "--calibrate", tmp_path / "short.txt"
+    )
+    assert "cannot be read as text" in failing("--calibrate", tmp_path / "none.txt")
+    bare = tmp_path / "bare"
+    shutil.copytree(plain, bare, ignore=shutil.ignore_patterns("tokenizer*"))
+    result = CliRunner().invoke(
+        app, ["quantize", str(bare), str(tmp_path / "out"), "--format", "fp8", "--calibrate", str(text)]
+    )
+    assert "tokenizer.json" in str(result.exception)
 
 
 def test_the_plain_checkpoint_is_inspected_as_before(plain: Path) -> None:

@@ -29,7 +29,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class TensorError:
-    """What quantising did to one tensor: relative error |w - w'| / |w|, cosine of w and w', bytes with scales."""
+    """What quantising did to one tensor: relative error |w - w'| / |w|, cosine of w and w', bytes with scales; and, of
+    one that was fitted, the squares of what it changed in its products with the samples, and of all of them."""
 
     name: str
     parameter: str
@@ -38,6 +39,18 @@ class TensorError:
     cosine: float
     numbers: int
     nbytes: int
+    product: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A whole parameter [.., O, I], rounded by what it is multiplied with: its numbers, and per row [.., O] the squares
+    of what that changed in the products and of the products themselves."""
+
+    q: Tensor
+    scale: Tensor
+    change: Tensor
+    whole: Tensor
 
 
 def network_entries(model: DiffusionGemma, dtype: torch.dtype | None, scheme: Scheme | None) -> list[Entry]:
@@ -96,8 +109,10 @@ def quantised_entries(
     weight: Callable[[], Tensor],
     device: torch.device | None = None,
     report: Callable[[TensorError], None] | None = None,
+    fitted: Callable[[], Fitted] | None = None,
 ) -> list[Entry]:
-    """Of a tensor that is quantised when its shard is written, once for its numbers and its scales."""
+    """Of a tensor that is quantised when its shard is written, once for its numbers and its scales. `fitted`: where its
+    parameter comes from if it is not simply rounded."""
     names, shape = _names(name, fmt), slot.shape
     sizes = _sizes(shape, fmt)
     ready: dict[str, Tensor] = {}
@@ -105,12 +120,19 @@ def quantised_entries(
     def fetch(part: str) -> Tensor:
         if part not in ready:
             w = weight()
-            q, scale = quantize(w, fmt, device)
+            product = None
+            if fitted is None:
+                q, scale = quantize(w, fmt, device)
+            else:
+                whole = fitted()
+                q, scale = slot.of(whole.q), slot.of(whole.scale)
+                product = float(slot.of(whole.change).sum()), float(slot.of(whole.whole).sum())
             if not scale.isfinite().all():
                 raise CheckpointError(f"{name} holds infinities or numbers that are none: it cannot be quantised")
             if report is not None:
-                report(TensorError(name, slot.parameter, fmt, *error_of(w, q, scale), prod(shape), sum(sizes)))
-            ready.update({names[0]: q.cpu(), names[1]: scale.cpu()})
+                report(TensorError(name, slot.parameter, fmt, *error_of(w, q, scale), prod(shape), sum(sizes), product))
+            # copies: a part of a larger tensor would keep all of it
+            ready.update({n: t.to("cpu", copy=True).contiguous() for n, t in zip(names, (q, scale), strict=False)})
         return ready.pop(part)
 
     entries = [Entry(part, size, partial(fetch, part)) for part, size in zip(names, sizes, strict=False)]

@@ -1,24 +1,25 @@
 """What quantising cost: by layer and part from the errors of the tensors, and end to end from the logits.
 
-The end-to-end probe is random tokens, so it needs no tokenizer and no data: each prompt is encoded and a random canvas
-denoised over it, once without and once with self-conditioning. The networks run one after the other and are compared
-by their recorded logits, so they need not fit into memory together.
+End to end, samples are compared, of random tokens or of a text: each prompt is encoded and a canvas denoised over it,
+once without and once with self-conditioning. The networks run one after the other and are compared by their recorded
+logits, so they need not fit into memory together.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
 from diffusiongemma.checkpoint.entries import TensorError
-from diffusiongemma.errors import CheckpointError
+from diffusiongemma.checkpoint.samples import Sample, random_samples
 from diffusiongemma.model import DiffusionGemma
 
 PARTS = ("attention", "dense MLP", "experts", "embeddings")
+TINY = 1e-30
 _PARTS = {"self_attn": "attention", "mlp": "dense MLP", "experts": "experts", "embed_tokens": "embeddings"}
 
 
@@ -32,6 +33,7 @@ class PartError:
     relative: float
     worst: float  # relative error of its worst tensor
     cosine: float  # of its worst tensor
+    product: float | None  # relative error of what they give on the samples that they were fitted to
     numbers: int
     nbytes: int
 
@@ -49,9 +51,11 @@ def by_part(errors: Iterable[TensorError]) -> list[PartError]:
         # Rows of one part have like norms, so the mean of the squared relative errors stands for that of all.
         relative = (sum(e.numbers * e.relative**2 for e in found) / numbers) ** 0.5
         worst, cosine = max(e.relative for e in found), min(e.cosine for e in found)
-        rows.append(
-            PartError(layer, part, str(found[0].format), relative, worst, cosine, numbers, sum(e.nbytes for e in found))
-        )
+        fitted = [e.product for e in found if e.product is not None]
+        product = (sum(change for change, _ in fitted) / max(sum(whole for _, whole in fitted), TINY)) ** 0.5
+        size = sum(e.nbytes for e in found)
+        fmt = str(found[0].format)
+        rows.append(PartError(layer, part, fmt, relative, worst, cosine, product if fitted else None, numbers, size))
     return rows
 
 
@@ -70,24 +74,19 @@ class Agreement:
 
 
 @torch.inference_mode()
-def record(model: DiffusionGemma, prompts: int = 4, length: int = 48, canvas: int = 32, seed: int = 0) -> list[Tensor]:
-    """Logits [canvas, V] on the CPU, two for each random prompt."""
-    if min(prompts, length, canvas) < 1:
-        raise CheckpointError("a comparison needs at least one prompt, one token of prompt and one of canvas")
-    generator = torch.Generator().manual_seed(seed)
+def record(model: DiffusionGemma, samples: Sequence[Sample] | None = None) -> list[Tensor]:
+    """Logits [L, V] on the CPU, two for each sample; None: four of random tokens."""
     found: list[Tensor] = []
-    soft = torch.empty(0)
-    for _ in range(prompts):
-        shape, vocab = (1, length + canvas), model.config.vocab_size
-        tokens = torch.randint(vocab, shape, generator=generator).to(model.device)
-        # What the previous step believed must be the same for both networks: a guess at some tokens, not its own.
-        soft = torch.zeros(1, canvas, vocab, device=model.device)
-        guess = torch.randint(vocab, (1, canvas, 1), generator=generator).to(model.device)
-        soft.scatter_(2, guess, 10.0)
-        cache = model.new_cache(1, length)
-        model.encode(tokens[:, :length], cache)
+    vocab = model.config.vocab_size
+    for sample in random_samples(vocab, 4) if samples is None else samples:
+        prompt, noisy = (tokens[None].to(model.device) for tokens in (sample.prompt, sample.noisy))
+        cache = model.new_cache(1, prompt.shape[1])
+        model.encode(prompt, cache)
+        # What the previous step believed must be the same for both networks: these tokens, not their own.
+        soft = torch.zeros(1, noisy.shape[1], vocab, device=model.device)
+        soft.scatter_(2, sample.believed.to(model.device)[None, :, None], 10.0)
         for belief in (None, soft):
-            found.append(model.denoise(tokens[:, length:], cache, belief)[0].float().cpu())
+            found.append(model.denoise(noisy, cache, belief)[0].float().cpu())
     return found
 
 

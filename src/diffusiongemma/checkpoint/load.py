@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -139,8 +139,15 @@ def _fill(model: DiffusionGemma, plan: Plan, progress: bool | None) -> None:
     assert held == parameters.keys(), "the name map misses a parameter"
     total = sum(info.nbytes for piece in plan.weights for info in piece.infos)
     with byte_bar("loading", total, progress) as advance:
-        for piece, tensor, scale in _read(plan.weights):
-            _put(piece, tensor, scale, parameters, formats.get(piece.slot.parameter))
+        fill(model, plan.weights, advance)
+
+
+def fill(model: DiffusionGemma, pieces: list[Piece], advance: Callable[[int], None] | None = None) -> None:
+    """Read these, and no others, into the network."""
+    parameters, formats = model.state_dict(), formats_in(model)
+    for piece, tensor, scale in _read(pieces):
+        _put(piece, tensor, scale, parameters, formats.get(piece.slot.parameter))
+        if advance is not None:
             advance(sum(info.nbytes for info in piece.infos))
 
 

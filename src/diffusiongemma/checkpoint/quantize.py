@@ -1,14 +1,17 @@
-"""Quantise a checkpoint ahead of time, folder to folder, tensor by tensor: it needs the memory of one shard."""
+"""Quantise a checkpoint ahead of time, folder to folder, tensor by tensor: it needs the memory of one shard, and where
+weights are fitted to samples, of one layer."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from diffusiongemma.checkpoint.calibrate import LayerWalk
 from diffusiongemma.checkpoint.entries import Entry, TensorError, quantised_entries
 from diffusiongemma.checkpoint.files import TensorInfo, open_tensors
 from diffusiongemma.checkpoint.hub import resolve
@@ -17,8 +20,9 @@ from diffusiongemma.checkpoint.load import load_quantization
 from diffusiongemma.checkpoint.plan import make_plan
 from diffusiongemma.checkpoint.progress import byte_bar
 from diffusiongemma.checkpoint.quant_config import write_quantization
+from diffusiongemma.checkpoint.samples import Sample
 from diffusiongemma.checkpoint.save import write_checkpoint
-from diffusiongemma.checkpoint.target import majority_dtype, pick_device
+from diffusiongemma.checkpoint.target import majority_dtype, pick_device, pick_dtype
 from diffusiongemma.config import ModelConfig
 from diffusiongemma.errors import CheckpointError
 from diffusiongemma.model.quantize import Scheme, describe, shapes_of
@@ -29,6 +33,7 @@ def quantize_folder(
     target: str | os.PathLike[str],
     scheme: Scheme,
     *,
+    samples: Sequence[Sample] = (),
     device: str | torch.device = "cpu",
     revision: str | None = None,
     max_shard_bytes: int = 5_000_000_000,
@@ -37,7 +42,8 @@ def quantize_folder(
 ) -> list[TensorError]:
     """Write a quantised copy of a plain checkpoint; what is kept keeps its dtype. Says what every tensor lost.
 
-    `device`: where the arithmetic is done. `progress`: a bar on stderr; None shows it on terminals only.
+    `samples`: what the weights of the layers are fitted to; without any, each number is rounded for itself. `device`:
+    where the arithmetic is done. `progress`: a bar on stderr; None shows it on terminals only.
     """
     where = pick_device(device)
     folder = resolve(source, revision)
@@ -55,12 +61,16 @@ def quantize_folder(
         "quantization_config": write_quantization(scheme),
     }
     errors: list[TensorError] = []
+    walk: LayerWalk | None = None
+    if samples:
+        walk = LayerWalk(config, plan, formats, samples, where, pick_dtype("auto", where, infos.values()))
     with byte_bar("quantising", sum(info.nbytes for info in infos.values()), progress) as advance:
         entries: list[Entry] = []
         for name, slot in stock_layout(config, split_experts=True).items():
             info, read = _reader(infos, fused, slot, advance)
             if slot.parameter in formats:
-                entries += quantised_entries(name, slot, formats[slot.parameter], read, where, errors.append)
+                fitted = partial(walk.fitted, slot.parameter) if walk and slot.parameter in walk.formats else None
+                entries += quantised_entries(name, slot, formats[slot.parameter], read, where, errors.append, fitted)
             else:
                 entries.append(Entry(name, info.nbytes, read))
         entries += [Entry(info.name, info.nbytes, _whole(info)) for info in plan.vision]
