@@ -100,6 +100,21 @@ def test_what_was_given_up_is_to_be_wanted_often_again(monkeypatch: pytest.Monke
     assert lane.recorded == 2 * [odd, Kind(1, 2048)]
 
 
+def test_what_comes_seldom_is_never_recorded() -> None:
+    """However long a server runs; what comes often is, also if it began late."""
+    lane, steps = Idle(), Steps(Shelves(), usual=True)
+    usual, seldom, often = (
+        Kind(2, 2048, before) for before in (None, *(Encoding(1, n, 9, 2048, False) for n in (7, 8)))
+    )
+    for step in range(50_000):
+        if step % 500 == 0:
+            assert not steps.takes(seldom, lane)
+        elif step > 40_000 and step % 50 == 0 and steps.takes(often, lane):
+            steps.work(often, lane)
+        steps.work(usual, lane)
+    assert lane.recorded == [usual, often]
+
+
 @pytest.mark.parametrize("most", [2, 3, 5])
 def test_texts_are_as_they_would_be_with_all_kept(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps_module, "OFTEN", 0)

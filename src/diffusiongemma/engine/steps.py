@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 FEW_ROWS = 8  # steps of so many canvases are recorded at once
 SELDOM = 4  # … of more, after so many that were not
 OFTEN = 16  # … with tokens that may never come in this number again, when that has been wanted so often
+AGE = 1024  # steps after which half of what was wanted is forgotten: what comes seldom is never worth recording
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,14 @@ class Steps:
         self._usual = usual
         self.shelf = Shelf[Kind](shelves)
         self._wanted: dict[Kind, int] = {}  # how often, before it was worth recording; anew, if that was given up
+        self._taken = 0
         self._without: set[Kind] = set()  # those for which there was no memory
 
     def work(self, kind: Kind, lane: Stepper) -> Work:
         """A step of this kind: the function itself, until it has been wanted often enough."""
+        self._taken += 1
+        if self._taken % AGE == 0:
+            self._wanted = {kind: half for kind, times in self._wanted.items() if (half := times // 2)}
         if self._is_due(kind):
             return self.recorded(kind, lane)
         self._want(kind)
