@@ -23,7 +23,7 @@ from torch import Tensor
 from diffusiongemma.checkpoint import load_config, load_model, quantize_folder, resolve, save_model
 from diffusiongemma.checkpoint.fidelity import Agreement, compare, record
 from diffusiongemma.checkpoint.load import load_quantization
-from diffusiongemma.checkpoint.samples import Sample, text_samples
+from diffusiongemma.checkpoint.samples import Sample, prompt_for, text_samples
 from diffusiongemma.cli.tables import make_table
 from diffusiongemma.engine.engine import ASSETS
 from diffusiongemma.errors import InputError
@@ -52,12 +52,13 @@ def main(
     model: Annotated[str, typer.Argument(help="nano, a checkpoint folder or a hub id.")] = "nano",
     fit: Annotated[Path | None, typer.Option(help="The text to fit to: as `dgemma quantize --calibrate`.")] = None,
     others: Annotated[Path | None, typer.Option("--compare", help="The text to compare on.")] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Samples to fit to.")] = 128,
-    positions: Annotated[int, typer.Option(min=1, help="Samples to compare on.")] = 16,
+    samples: Annotated[int, typer.Option(min=1, help="Samples to fit to.")] = 256,
+    kept: Annotated[int, typer.Option(min=1, help="Samples to compare on.")] = 16,
     group: Annotated[int, typer.Option(help="int4: numbers that share a scale.")] = 32,
     device: Annotated[str, typer.Option(help="Where to compute.")] = "auto",
     out: Annotated[Path | None, typer.Option(help="Keep the folders there.")] = None,
 ) -> None:
+    schemes = {kind: Scheme.parse(kind, group if kind == "int4" else None) for kind in FORMATS}
     with tempfile.TemporaryDirectory() as temporary:
         work = out or Path(temporary)
         source = plain_folder(model, work)
@@ -66,22 +67,20 @@ def main(
 
         def cut(text: Path, count: int) -> list[Sample]:
             texts = texts_of(text, tokenizer, template)
-            found = text_samples(texts, config.vocab_size, count, config.canvas_length, bos=bos)
+            found = text_samples(texts, config.vocab_size, count, config.canvas_length, prompt_for(config), bos)
             if not found:
                 raise InputError(f"{text} holds no sample: give a longer text")
             return found
 
         fitted_to = cut(fit or Path(sysconfig.get_paths()["stdlib"]), samples)
-        compared_on = cut(others or ASSETS.parent / "engine", positions)
+        compared_on = cut(others or ASSETS.parent / "engine", kept)
         reference = record(load_model(source, device, "auto"), compared_on)
         rows: list[tuple[str, ...]] = []
-        for kind in FORMATS:
-            width = group if kind == "int4" else None
+        for kind, scheme in schemes.items():
+            width = scheme.experts.group or None
             for name, some in ((kind, []), (f"{kind} fitted", fitted_to)):
                 folder = work / name.replace(" ", "-")
-                quantize_folder(
-                    source, folder, Scheme.parse(kind, width), samples=some, device=device, overwrite=out is not None
-                )
+                quantize_folder(source, folder, scheme, samples=some, device=device, overwrite=out is not None)
                 weights = measured(folder, device, "none", None, reference, compared_on)
                 runs = measured(folder, device, kind, width, reference, compared_on)
                 rows.append((name, *(f"{n:.4f}" for n in (weights.kl, runs.kl)), f"{runs.argmax:.1%}"))

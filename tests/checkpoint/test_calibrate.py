@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from diffusiongemma.checkpoint import load_model, quantize_folder, save_model
+from diffusiongemma.checkpoint import calibrate, load_model, quantize_folder, save_model
+from diffusiongemma.checkpoint import quantize as quantize_module
+from diffusiongemma.checkpoint import save as save_module
 from diffusiongemma.checkpoint.calibrate import LayerWalk
 from diffusiongemma.checkpoint.fidelity import by_part, compare, record
 from diffusiongemma.checkpoint.plan import make_plan
@@ -96,7 +101,10 @@ def fit(weight: Tensor, x: Tensor, scheme: Scheme, fmt: object) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", SCHEMES)
-def test_equals_the_whole_network(kind: str, plain: Path, samples: list[Sample], tmp_path: Path) -> None:
+def test_equals_the_whole_network(
+    kind: str, plain: Path, samples: list[Sample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrate, "GRAMS", 3 * 4 * CONFIG.hidden_size**2)  # three experts at once, of eight
     quantize_folder(plain, tmp_path / "out", SCHEMES[kind], samples=samples, max_shard_bytes=50_000)
     ours, twin = load_model(tmp_path / "out", quantize="none"), whole_network(plain, SCHEMES[kind], samples)
     rounded = load_model(plain, quantize=kind, group=32 if kind == "int4" else None)
@@ -123,11 +131,19 @@ def test_products_are_reported(plain: Path, samples: list[Sample], tmp_path: Pat
         assert row.product is not None
         assert 0 < row.product < row.relative  # what they give changes less than they do
         assert row.relative < (0.2 if part == "experts" else 0.06)
+    first = next(e for e in errors if e.parameter.endswith("qkv_proj.weight"))
+    whole = [e for e in errors if e.parameter == first.parameter]
+    assert len({e.product for e in whole}) == len(whole) == 3  # q, k and v, each its own
+    change, size = (sum(e.product[i] for e in whole if e.product) for i in (0, 1))
+    mlps = [e.product for e in errors if e.product and e.parameter.startswith("layers.0.mlp.")]
+    assert rows[0, "dense MLP"].product == pytest.approx((sum(a for a, _ in mlps) / sum(b for _, b in mlps)) ** 0.5)
+    assert 0 < change < 0.01 * size
     assert all(row.product is None for row in by_part(quantize_folder(plain, tmp_path / "two", SCHEMES["int4"])))
 
 
 def test_one_layer_is_in_memory(plain: Path, samples: list[Sample], monkeypatch: pytest.MonkeyPatch) -> None:
-    most = 0
+    """And of the layers before neither weights nor results nor what they were multiplied with, also where Python does
+    not happen to look for circles."""
     walk = LayerWalk(
         CONFIG,
         make_plan(plain, CONFIG),
@@ -136,33 +152,77 @@ def test_one_layer_is_in_memory(plain: Path, samples: list[Sample], monkeypatch:
         torch.device("cpu"),
         torch.float32,
     )
-    inner = walk._through
+    made: list[weakref.ref[Tensor]] = []
+    inner, gram = walk._through, calibrate.gram_of
 
     def watch(layer: nn.Module) -> object:
-        nonlocal most
-        there = {n.split(".")[1] for n, p in walk.model.named_parameters() if not p.is_meta}
-        assert len(there) == 1
-        most = max(most, len(there))
+        assert len({n.split(".")[1] for n, p in walk.model.named_parameters() if not p.is_meta}) == 1
+        assert not walk._fitted
+        assert all(old() is None for old in made)
         return inner(layer)  # type: ignore[arg-type]
 
+    def noted(x: Tensor) -> Tensor:
+        made.extend(weakref.ref(t) for t in (x, gram(x)))
+        found = gram(x)
+        made.append(weakref.ref(found))
+        return found
+
     monkeypatch.setattr(walk, "_through", watch)
-    for i in range(3):
-        first = walk.fitted(f"layers.{i}.self_attn.qkv_proj.weight")
-        assert walk.fitted(f"layers.{i}.self_attn.qkv_proj.weight") is first  # not walked again
-        assert len(walk._fitted) == 6
-    assert most == 1
+    monkeypatch.setattr(calibrate, "gram_of", noted)
+    gc.disable()
+    try:
+        for i in range(3):
+            first = walk.fitted(f"layers.{i}.self_attn.qkv_proj.weight")
+            assert walk.fitted(f"layers.{i}.self_attn.qkv_proj.weight") is first  # not walked again
+            assert len(walk._fitted) == 6
+    finally:
+        gc.enable()
+    assert len(made) > 50
     assert all(p.is_meta for p in walk.model.parameters())
+    assert not any(module._forward_pre_hooks for module in walk.model.modules())
     with pytest.raises(AssertionError, match="in order"):
         walk.fitted("layers.0.self_attn.qkv_proj.weight")
+
+
+def test_parts_of_a_fitted_weight_are_copies(plain: Path, samples: list[Sample], tmp_path: Path) -> None:
+    """Else a shard that waits for its last tensor holds whole layers."""
+    found: list[Tensor] = []
+
+    def keep(tensors: dict[str, Tensor], *args: object, **options: object) -> None:
+        found.extend(tensors.values())
+        save_file(tensors, *args, **options)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(save_module, "save_file", keep)
+        quantize_folder(plain, tmp_path / "out", SCHEMES["int4"], samples=samples)
+    assert all(t.untyped_storage().nbytes() == t.nbytes for t in found)
+
+
+def test_the_walk_computes_as_the_checkpoint_does(plain: Path, samples: list[Sample], tmp_path: Path) -> None:
+    """Which on a CPU is float32, and on a GPU what the weights have."""
+    asked: list[object] = []
+
+    def note(*args: object) -> torch.dtype:
+        asked.append(args[0])
+        return torch.float64
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantize_module, "pick_dtype", note)
+        patch.setattr(
+            calibrate, "gram_of", lambda x: gram_of(x) if x.dtype == torch.float64 else pytest.fail("not float64")
+        )
+        quantize_folder(plain, tmp_path / "out", SCHEMES["fp8"], samples=samples)
+    assert asked == ["auto"]
 
 
 def test_weights_that_are_no_numbers(plain: Path, samples: list[Sample], tmp_path: Path) -> None:
     for name, words in (
         ("mlp.down_proj", "mlp.down_proj.weight holds infinities"),
-        ("input_layernorm", "layer 1 cannot be fitted to these samples: inputs that are no numbers"),
+        ("input_layernorm", "model.decoder.layers.1.input_layernorm.weight holds infinities"),
+        ("pre_feedforward_layernorm", "layers.1 cannot be fitted to these samples: inputs that are no numbers"),
     ):
         model = load_model(plain)
-        model.layers[1].get_submodule(name).weight.flatten()[5] = torch.nan
+        model.layers[1].get_submodule(name).weight.flatten()[5] = 1e30 if "feed" in name else torch.nan
         save_model(model, tmp_path / name)
         with pytest.raises(CheckpointError, match=words):
             quantize_folder(tmp_path / name, tmp_path / "out", SCHEMES["fp8"], samples=samples)

@@ -323,15 +323,17 @@ def test_a_folder_into_itself_or_twice(plain: Path, folders: dict[str, Path], tm
         load_model(plain, quantize="int5")
 
 
-def test_numbers_that_are_none_cannot_be_quantised(plain: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["mlp.down_proj", "experts"])  # with int4, the one is fp8
+def test_numbers_that_are_none_cannot_be_quantised(part: str, plain: Path, tmp_path: Path) -> None:
     model = load_model(plain)
-    model.layers[1].mlp.down_proj.weight[3, 5] = torch.nan
+    module = model.layers[1].get_submodule(part)
+    (module.down_proj[2] if part == "experts" else module.weight)[3, 5] = torch.nan
     save_model(model, tmp_path / "nan")
     for kind in KINDS:
-        with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.down_proj\.weight holds infinities"):
+        with pytest.raises(CheckpointError, match=rf"layers\.1\.{part}.* holds infinities"):
             quantize_folder(tmp_path / "nan", tmp_path / kind, Scheme.parse(kind, GROUP[kind]))
         assert not (tmp_path / kind).exists()
-        with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.down_proj\.weight holds infinities"):
+        with pytest.raises(CheckpointError, match=rf"layers\.1\.{part}.* holds infinities"):
             load_model(tmp_path / "nan", quantize=kind, group=GROUP[kind])
 
 
@@ -564,6 +566,9 @@ def test_agreement_with_itself_and_with_noise(plain: Path) -> None:
     same_again = compare(logits, record(model, samples))
     assert (same_again.cosine, same_again.argmax, same_again.kl) == (pytest.approx(1), 1.0, pytest.approx(0))
     assert same_again.positions == 2 * 2 * 32
+    assert not torch.equal(logits[0], logits[1])  # the second time with what a step before believed
+    (wide,) = random_samples(CONFIG.vocab_size, 1, canvas=100)
+    assert [len(found) for found in record(model, [wide])] == [64, 64]  # logits of large vocabularies are large
     other = compare(logits, [torch.randn(t.shape, generator=torch.Generator().manual_seed(0)) for t in logits])
     assert abs(other.cosine) < 0.1
     assert other.argmax < 0.2

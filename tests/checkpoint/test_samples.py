@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffusiongemma.checkpoint.samples import SHORTEST, random_samples, text_samples
+from diffusiongemma.checkpoint.samples import SHORTEST, prompt_for, random_samples, text_samples
+from diffusiongemma.config import ModelConfig
 from diffusiongemma.errors import InputError
 
 BOS = 2
@@ -32,7 +33,7 @@ def test_they_lie_side_by_side(lengths: list[int], prompt: int, canvas: int, bos
         assert tokens == list(range(tokens[0], tokens[0] + len(tokens)))
         assert len({t // 1000 for t in (tokens[0] - 100, tokens[-1] - 100)}) == 1
         assert 1 <= len(sample.believed) <= canvas
-        assert len(sample.prompt) >= len(sample.believed) or len(sample.believed) == canvas
+        assert len(sample.believed) == (canvas if len(tokens) + bos == prompt + canvas else len(sample.believed))
         used += tokens
     assert len(set(used)) == len(used)
     if prompt + canvas >= SHORTEST:
@@ -68,4 +69,19 @@ def test_random_ones() -> None:
 
 def test_a_tokenizer_of_another_model() -> None:
     with pytest.raises(InputError, match="do not belong together"):
-        text_samples([list(range(100))], 50, 1, 32)
+        text_samples([list(range(51))], 50, 1, 32)
+    assert text_samples([list(range(50))], 50, 1, 32)
+
+
+def test_a_canvas_wider_than_its_prompt() -> None:
+    (sample,) = text_samples([list(range(90))], VOCABULARY, 1, canvas=60, prompt=30)
+    assert (len(sample.prompt), len(sample.noisy)) == (30, 60)
+
+
+def test_prompts_leave_room_for_a_canvas() -> None:
+    tiny = ModelConfig.preset("tiny")
+    canvas = tiny.canvas_length
+    assert prompt_for(tiny) == 256
+    assert prompt_for(tiny.replace(max_position_embeddings=canvas + 5)) == 5
+    with pytest.raises(InputError, match="no room for a prompt and a canvas"):
+        prompt_for(tiny.replace(max_position_embeddings=canvas))

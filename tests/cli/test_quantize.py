@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from diffusiongemma import ModelConfig
 from diffusiongemma.checkpoint import load_model, save_model
 from diffusiongemma.cli import app, main
+from diffusiongemma.cli.quantize import _samples
 from diffusiongemma.engine import Engine
 from diffusiongemma.errors import ConfigError
 from diffusiongemma.model import DiffusionGemma
@@ -31,7 +32,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def text(plain: Path) -> Path:
     file = plain.parent / "text.txt"
-    file.write_text("All work and no play makes a dull canvas. " * 119)
+    file.write_text("".join(f"{i} works and no play make a dull canvas. " for i in range(119)))
     return file
 
 
@@ -81,10 +82,20 @@ def test_calibrated(plain: Path, text: Path, tmp_path: Path) -> None:
     for words in ("Relative error of the weights", "on 9 samples that they were fitted to", f"written to {out}"):
         assert words in shown
     facts = json.loads(dgemma("quantize", plain, out, *how, "--overwrite", "--json"))
-    assert facts["samples"] == 18 - 2  # 5,000 bytes, 256 + 32 a sample
+    assert facts["samples"] == 17 - 2  # 4,800 bytes, 256 + 32 a sample
     assert facts["agreement"]["positions"] == 2 * 2 * 32
     for row in facts["parts"]:
         assert row["product"] is None if row["part"] == "embeddings" else 0 < row["product"] < row["relative"]
+
+
+def test_what_is_compared_on_was_not_fitted_to(plain: Path, text: Path) -> None:
+    fitted_to, kept = _samples(str(plain), None, text, 10, 4)
+    assert (len(fitted_to), len(kept)) == (10, 4)
+    tokens = {tuple(s.prompt.tolist()) for s in fitted_to}
+    assert not tokens & {tuple(s.prompt.tolist()) for s in kept}
+    assert all(s.prompt[0] == byte_tokenizer().special["bos"] for s in (*fitted_to, *kept))
+    assert _samples(str(plain), None, None, None, 0) == ([], [])
+    assert len(_samples(str(plain), None, None, None, 3)[1]) == 3
 
 
 def test_mistakes_of_calibrating(plain: Path, text: Path, tmp_path: Path) -> None:
@@ -96,11 +107,12 @@ def test_mistakes_of_calibrating(plain: Path, text: Path, tmp_path: Path) -> Non
         return str(result.exception) + result.output
 
     assert "no effect without --calibrate" in failing("--samples", 9)
-    assert "18 samples, 21 to calibrate on are needed" in failing("--calibrate", text, "--samples", 21)
-    assert "18 samples, 15 to calibrate on and 6 to compare on are needed" in failing(
+    assert "17 samples, 21 to calibrate on are needed" in failing("--calibrate", text, "--samples", 21)
+    assert "17 samples, 15 to calibrate on and 6 to compare on are needed" in failing(
         "--calibrate", text, "--samples", 15, "--check", 6
     )
     assert "--samples" in failing("--calibrate", text, "--samples", 7)
+    assert "17 samples, 8 to calibrate on and 11 to compare on" in failing("--calibrate", text, "--check", 11)
     (tmp_path / "short.txt").write_text("short")
     assert "0 samples, 8 to calibrate on are needed: give a longer text" in failing(
         "--calibrate", tmp_path / "short.txt"

@@ -113,6 +113,14 @@ def test_what_comes_seldom_is_never_recorded() -> None:
             steps.work(often, lane)
         steps.work(usual, lane)
     assert lane.recorded == [usual, often]
+    for step in range(3 * steps_module.AGE):
+        if step % 90 == 0:  # a dozen times until half is forgotten: then 6, 9, 10 … are left, and at last it is due
+            steps.takes(seldom, lane)
+        if step % 7 == 0:
+            steps.takes(Kind(2, 2048, Encoding(1, 100 + step, 9, 2048, False)), lane)
+        steps.work(usual, lane)
+    assert lane.recorded == [usual, often, seldom]
+    assert len(steps._wanted) < 300  # what came once is gone
 
 
 @pytest.mark.parametrize("most", [2, 3, 5])

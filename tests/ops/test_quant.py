@@ -143,6 +143,19 @@ def test_what_counts_more_is_nearer() -> None:
     even, uneven = error(best_scales(groups)), error(best_scales(groups, importance))
     assert uneven[:, :4].sum() < 0.7 * even[:, :4].sum()
     assert uneven.sum() > even.sum()
+    # The last of all are least squares of what counts: no scale near them is better.
+    best = (error(best_scales(groups, importance)) * importance).sum()
+    for factor in (0.99, 1.01):
+        assert (error(best_scales(groups, importance) * factor) * importance).sum() > best
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_numbers_that_are_none_stay_visible(value: float) -> None:
+    w = gauss(4, 64)
+    w[2, 40] = value
+    for fmt in FORMATS:
+        _, scale = quantize(w, fmt)
+        assert scale.isfinite().all(dim=1).tolist() == [True, True, False, True]
 
 
 @every_format

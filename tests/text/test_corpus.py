@@ -24,7 +24,7 @@ def template() -> ChatTemplate:
 
 
 def lines(file: Path, *rows: object) -> Path:
-    file.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n", encoding="utf-8")
+    file.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n\n", encoding="utf-8")
     return file
 
 
@@ -55,6 +55,8 @@ def test_json_lines(tmp_path: Path, tokenizer: Tokenizer, template: ChatTemplate
         ('{"content": "x"}', "must be an object with `text` or with `messages`"),
         ('{"text": "x", "messages": []}', "must be an object with `text` or with `messages`"),
         ('{"text": 3}', "line 2 .*`text` must be a string"),
+        ('{"text": "\\ud800"}', "line 2 .*cannot be tokenized"),
+        ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "line 2 "),
         ('{"messages": []}', "line 2 .*conversation is empty"),
         ('{"messages": "hello"}', "line 2 .*messages must be a list"),
         ('{"messages": [{"role": "nobody", "content": "x"}]}', "line 2 "),
@@ -73,6 +75,9 @@ def test_files_that_cannot_be_read(tmp_path: Path, tokenizer: Tokenizer) -> None
     for file in (tmp_path / "none.txt", tmp_path, tmp_path / "bytes.txt"):
         with pytest.raises(InputError, match="cannot be read as text"):
             read_corpus(file, tokenizer)
+    with pytest.raises(InputError, match="give plain text, or a .jsonl file"):
+        read_corpus(lines(tmp_path / "a.JSON", {"text": "x"}), tokenizer)
+    assert len(read_corpus(lines(tmp_path / "a.JSONL", {"text": "x"}, {"text": "y"}), tokenizer)) == 2
     conversation = lines(tmp_path / "a.jsonl", {"messages": [{"role": "user", "content": "x"}]})
     with pytest.raises(DiffusionGemmaError, match="no chat template"):
         read_corpus(conversation, tokenizer)

@@ -10,8 +10,9 @@ Legend: S samples, N tokens of a pass, D hidden, E experts, O outputs, I inputs,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,9 @@ from diffusiongemma.ops.linear import Linear
 from diffusiongemma.ops.quant import Format, dequantize
 
 AT_ONCE = 8  # samples of a pass
-GRAMS = 1 << 28  # bytes of gram matrices at once: how many experts are rounded together
+GRAMS = (
+    1 << 28
+)  # bytes of gram matrices: how many experts are rounded together; with what is made of them, 8 times that
 Routed = tuple[Tensor, Tensor, Tensor]  # inputs [N, D], index [N, k], weight [N, k]
 
 
@@ -64,6 +67,7 @@ class LayerWalk:
         assert wanted >= self._layer, "layers are walked through in order"
         while self._layer < wanted:
             self._layer += 1
+            self._fitted = {}  # before the next are made
             self._fitted = self._walk(self._layer)
         return self._fitted[parameter]
 
@@ -78,12 +82,10 @@ class LayerWalk:
             self._loaded(self.model.self_conditioning, "self_conditioning."),
         ):
             for i, sample in enumerate(self.samples):
-                prompt, noisy, believed = (
-                    self.model.embed(tokens.to(self.device))
-                    for tokens in (sample.prompt, sample.noisy, sample.believed)
-                )
-                prompts.append(prompt)
-                canvases.append(self.model.self_conditioning(noisy, believed if i % 2 else None))
+                prompts.append(self.model.embed(sample.prompt.to(self.device)))
+                believed = self.model.embed(sample.believed.to(self.device)) if i % 2 else None
+                noisy = self.model.embed(sample.noisy.to(self.device))
+                canvases.append(self.model.self_conditioning(noisy, believed))
         return prompts, canvases
 
     @torch.inference_mode()
@@ -92,14 +94,7 @@ class LayerWalk:
         assert isinstance(layer, Layer)
         prefix = f"layers.{index}."
         with self._loaded(layer, prefix):
-            seen = _Seen(layer, {name.removeprefix(prefix) for name in self.formats if name.startswith(prefix)})
-            with seen.watching():
-                for _ in self._through(layer):
-                    pass
-            try:
-                found = {prefix + name: one for name, one in self._fit(layer, prefix, seen)}
-            except ArithmeticError as error:
-                raise CheckpointError(f"layer {index} cannot be fitted to these samples: {error}") from None
+            found = self._fit(layer, prefix)
             for at, prompts, canvases in self._through(layer):
                 self._prompts[at], self._canvases[at] = prompts, canvases
         return found
@@ -126,7 +121,12 @@ class LayerWalk:
     def _loaded(self, module: nn.Module, prefix: str) -> Iterator[None]:
         """This part of the network is there, with its weights, within the block."""
         module._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=self.device))
-        fill(self.model, [piece for piece in self.plan.weights if piece.slot.parameter.startswith(prefix)])
+        pieces = [piece for piece in self.plan.weights if piece.slot.parameter.startswith(prefix)]
+        fill(self.model, pieces)
+        held = self.model.state_dict()
+        for piece in pieces:
+            if not piece.slot.of(held[piece.slot.parameter]).isfinite().all():
+                raise CheckpointError(f"{piece.info.name} holds infinities or numbers that are none")
         try:
             yield
         finally:
@@ -134,17 +134,26 @@ class LayerWalk:
 
     # ---- rounding ------------------------------------------------------------------------------------------------
 
-    def _fit(self, layer: Layer, prefix: str, seen: _Seen) -> Iterator[tuple[str, Fitted]]:
-        """Round what has a format, in place; its numbers by its name in the layer."""
-        for name, gram in seen.grams.items():
-            weight, fmt = layer.get_parameter(name), self.formats[prefix + name]
-            one = _fit_some(weight[None], gram[None], [seen.counts[name]], fmt)
-            yield name, Fitted(*(part[0] for part in (one.q, one.scale, one.change, one.whole)))
-            weight.copy_(dequantize(one.q[0], one.scale[0]))
-        if seen.routed:
-            yield from self._fit_experts(layer.experts, prefix + "experts.", seen.routed)
+    def _fit(self, layer: Layer, prefix: str) -> dict[str, Fitted]:
+        """Round what has a format, in place -> its numbers by its name"""
+        names = {name.removeprefix(prefix) for name in self.formats if name.startswith(prefix)}
+        found: dict[str, Fitted] = {}
+        with _watching(layer, names) as (grams, routed):
+            for _ in self._through(layer):
+                pass
+        try:
+            for name, (gram, count) in grams.items():
+                weight, fmt = layer.get_parameter(name), self.formats[prefix + name]
+                one = _fit_some(weight[None], gram[None], [count], fmt)
+                found[prefix + name] = Fitted(*(part[0] for part in (one.q, one.scale, one.change, one.whole)))
+                weight.copy_(dequantize(one.q[0], one.scale[0]))
+            if routed:
+                found |= self._fit_experts(layer.experts, prefix + "experts.", routed)
+        except ArithmeticError as error:
+            raise CheckpointError(f"{prefix[:-1]} cannot be fitted to these samples: {error}") from None
+        return found
 
-    def _fit_experts(self, experts: Experts, prefix: str, routed: list[Routed]) -> Iterator[tuple[str, Fitted]]:
+    def _fit_experts(self, experts: Experts, prefix: str, routed: list[Routed]) -> dict[str, Fitted]:
         x, index, share = (torch.cat(parts) for parts in zip(*routed, strict=True))
         names = ("gate_up_proj", "down_proj")
         up, down = (getattr(experts, name) for name in names)  # [E, 2 I, D], [E, D, I]
@@ -161,9 +170,11 @@ class LayerWalk:
                 for rows, weight, (token, slot) in zip(inputs, up[part], picked, strict=True)
             ]
             done["down_proj"].append(self._round(down, part, inputs, counts, self.formats[prefix + "down_proj"]))
-        for name, parts in done.items():
-            fields = ("q", "scale", "change", "whole")
-            yield "experts." + name, Fitted(*(torch.cat([getattr(one, field) for one in parts]) for field in fields))
+        fields = ("q", "scale", "change", "whole")
+        return {
+            prefix + name: Fitted(*(torch.cat([getattr(one, field) for one in parts]) for field in fields))
+            for name, parts in done.items()
+        }
 
     def _round(self, weight: Tensor, part: slice, inputs: list[Tensor], counts: list[int], fmt: Format) -> Fitted:
         """Some experts of weight [E, O, I], in place"""
@@ -172,37 +183,28 @@ class LayerWalk:
         return one
 
 
-class _Seen:
-    """What the matrices of a layer were multiplied with: gram matrices, and of the experts the inputs themselves."""
+@contextmanager
+def _watching(layer: Layer, names: set[str]) -> Iterator[tuple[dict[str, tuple[Tensor, int]], list[Routed]]]:
+    """What the matrices with these names are multiplied with within the block: gram matrices, each of so many tokens,
+    and of the experts the inputs themselves."""
+    grams: dict[str, tuple[Tensor, int]] = {}
+    routed: list[Routed] = []
 
-    def __init__(self, layer: Layer, names: set[str]) -> None:
-        """`names`: the parameters that are wanted."""
-        self.grams: dict[str, Tensor] = {}
-        self.counts: dict[str, int] = {}
-        self.routed: list[Routed] = []
-        self._watched: list[tuple[nn.Module, Callable[..., None]]] = []
-        for name, module in layer.named_modules():
-            if isinstance(module, Linear) and f"{name}.weight" in names:
-                self._watched.append((module, self._linear(f"{name}.weight")))
-            elif isinstance(module, Experts) and f"{name}.gate_up_proj" in names:
-                self._watched.append((module, lambda _, args: self.routed.append(args)))
+    def see(name: str, _: nn.Module, args: tuple[Tensor]) -> None:
+        gram, count = grams.get(name, (0, 0))
+        grams[name] = gram + gram_of(args[0]), count + len(args[0])
 
-    def _linear(self, name: str) -> Callable[..., None]:
-        def see(_: nn.Module, args: tuple[Tensor]) -> None:
-            gram = gram_of(args[0])
-            self.grams[name] = self.grams[name] + gram if name in self.grams else gram
-            self.counts[name] = self.counts.get(name, 0) + len(args[0])
-
-        return see
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        hooks = [module.register_forward_pre_hook(see) for module, see in self._watched]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+    hooks = []
+    for name, module in layer.named_modules():
+        if isinstance(module, Linear) and f"{name}.weight" in names:
+            hooks.append(module.register_forward_pre_hook(partial(see, f"{name}.weight")))
+        elif isinstance(module, Experts) and f"{name}.gate_up_proj" in names:
+            hooks.append(module.register_forward_pre_hook(lambda _, args: routed.append(args)))
+    try:
+        yield grams, routed
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _fit_some(weight: Tensor, gram: Tensor, counts: Sequence[int], fmt: Format) -> Fitted:

@@ -21,7 +21,7 @@ from diffusiongemma.checkpoint.plan import make_plan
 from diffusiongemma.checkpoint.progress import byte_bar
 from diffusiongemma.checkpoint.quant_config import write_quantization
 from diffusiongemma.checkpoint.samples import Sample
-from diffusiongemma.checkpoint.save import write_checkpoint
+from diffusiongemma.checkpoint.save import check_target, write_checkpoint
 from diffusiongemma.checkpoint.target import majority_dtype, pick_device, pick_dtype
 from diffusiongemma.config import ModelConfig
 from diffusiongemma.errors import CheckpointError
@@ -47,8 +47,10 @@ def quantize_folder(
     """
     where = pick_device(device)
     folder = resolve(source, revision)
-    if Path(target).expanduser().resolve() == folder.resolve():
+    goal = Path(target).expanduser().resolve()
+    if goal == folder.resolve():
         raise CheckpointError(f"{folder} cannot be quantised into itself: give another folder")
+    check_target(goal, overwrite)
     config = ModelConfig.from_pretrained(folder)
     if (found := load_quantization(folder)) is not None:
         raise CheckpointError(f"{folder} is quantised already ({describe(found.formats)}): quantise the original")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from diffusiongemma.config import ModelConfig
 from diffusiongemma.errors import InputError
 
 PROMPT = 256  # tokens, as many as a canvas has
@@ -25,6 +26,16 @@ class Sample:
     prompt: Tensor  # [T]
     noisy: Tensor  # [L]
     believed: Tensor  # [L]: what a step before it took for right
+
+
+def prompt_for(config: ModelConfig) -> int:
+    """Tokens of a prompt, so that a canvas fits behind it."""
+    most = config.max_position_embeddings - config.canvas_length
+    if most < 1:
+        raise InputError(
+            f"this model's {config.max_position_embeddings} positions have no room for a prompt and a canvas"
+        )
+    return min(PROMPT, most)
 
 
 def random_samples(vocabulary: int, count: int, prompt: int = 48, canvas: int = 32, seed: int = 0) -> list[Sample]:
@@ -70,7 +81,7 @@ def text_samples(
             raise InputError(
                 f"token ids must be from 0 to {vocabulary - 1}: tokenizer and model do not belong together"
             )
-        right = tokens[-min(canvas, len(tokens) // 2) :]
+        right = tokens[-(canvas if len(tokens) == prompt + canvas else min(canvas, len(tokens) // 2)) :]
         hit = torch.rand(len(right), generator=generator) < torch.rand(1, generator=generator)
         noise = torch.randint(vocabulary, right.shape, generator=generator)
         samples.append(Sample(tokens[: -len(right)], torch.where(hit, noise, right), right))

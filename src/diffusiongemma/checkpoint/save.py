@@ -81,7 +81,7 @@ def write_checkpoint(
         raise CheckpointError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
     target = Path(path).expanduser().resolve()  # a link keeps pointing at the folder, which is replaced
     try:
-        _check_target(target, overwrite)
+        check_target(target, overwrite)
         with _atomic_folder(target) as folder:
             _write_json(folder / "config.json", config)
             _write_shards(folder, _into_shards(entries, max_shard_bytes))
@@ -169,7 +169,8 @@ def _copy_side_files(source: Path, folder: Path) -> None:
 # ---- where to write it -------------------------------------------------------------------------------------------
 
 
-def _check_target(target: Path, overwrite: bool) -> None:
+def check_target(target: Path, overwrite: bool) -> None:
+    """Refuse a folder that may not be written."""
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if not target.is_dir() or not (target / "config.json").is_file() or not _weights_in(target):

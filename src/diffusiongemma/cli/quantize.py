@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from diffusiongemma.checkpoint.fidelity import Agreement, PartError
     from diffusiongemma.checkpoint.samples import Sample
 
-SAMPLES, FEWEST = 128, 8
+SAMPLES, FEWEST = 256, 8
 
 
 def run(
@@ -32,7 +32,7 @@ def run(
     ] = None,
     samples: Annotated[
         int | None,
-        typer.Option(min=FEWEST, help=f"Samples of that text to calibrate on, 512 tokens each.  [{SAMPLES}]"),
+        typer.Option(min=FEWEST, help=f"Samples of that text to calibrate on, of a prompt and a canvas.  [{SAMPLES}]"),
     ] = None,
     device: Annotated[str, typer.Option(help="Where to compute: auto, cpu, cuda.")] = "auto",
     check: Annotated[
@@ -82,7 +82,7 @@ def _samples(
 ) -> tuple[list[Sample], list[Sample]]:
     """What to calibrate on, and what to compare on."""
     from diffusiongemma.checkpoint import load_config, resolve
-    from diffusiongemma.checkpoint.samples import random_samples, text_samples
+    from diffusiongemma.checkpoint.samples import prompt_for, random_samples, text_samples
     from diffusiongemma.errors import InputError
     from diffusiongemma.text import ChatTemplate, Tokenizer
     from diffusiongemma.text.corpus import read_corpus
@@ -95,7 +95,8 @@ def _samples(
     config, tokenizer = load_config(folder), Tokenizer.from_pretrained(folder)
     texts = read_corpus(file, tokenizer, ChatTemplate.find(folder))
     wanted = (SAMPLES if count is None else count) + check
-    found = text_samples(texts, config.vocab_size, wanted, config.canvas_length, bos=tokenizer.special.get("bos"))
+    length, bos = prompt_for(config), tokenizer.special.get("bos")
+    found = text_samples(texts, config.vocab_size, wanted, config.canvas_length, length, bos)
     if len(found) < (FEWEST + check if count is None else wanted):
         needed = f"{FEWEST if count is None else count} to calibrate on" + (f" and {check} to compare on" * bool(check))
         raise InputError(f"{file} holds {len(found)} samples, {needed} are needed: give a longer text")

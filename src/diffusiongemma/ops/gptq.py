@@ -41,7 +41,8 @@ def quantize_fitted(weight: Tensor, gram: Tensor, tokens: Sequence[int], fmt: Fo
     """weight [E, O, I], H [E, I, I] of so many tokens each -> q [E, O, I] (or words), scale [E, O, 1 or I/g]"""
     w = weight.float().clone()
     columns = w.shape[-1]
-    u, importance = _factor(gram.float(), tokens)
+    u = _factor(gram.float(), tokens)
+    importance = u.diagonal(dim1=-2, dim2=-1).square().reciprocal()  # [E, I]: what an error costs in the end
     numbers = torch.empty_like(w)
     scales: list[Tensor] = [] if fmt.group else [_row_scale(w, fmt)]
     width = fmt.group or COLUMNS
@@ -57,18 +58,17 @@ def quantize_fitted(weight: Tensor, gram: Tensor, tokens: Sequence[int], fmt: Fo
 def product_change(weight: Tensor, rounded: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
     """Both [E, O, I], H [E, I, I] -> |X (w - w')|² and |X w|² of every row [E, O]"""
     before, change = weight.float(), weight.float() - rounded.float()
-    return (change @ gram * change).sum(-1), (before @ gram * before).sum(-1)
+    return tuple((w @ gram * w).sum(-1).clamp_(min=0) for w in (change, before))  # type: ignore[return-value]
 
 
-def _factor(gram: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """H [E, I, I] -> U [E, I, I], upper triangular, UᵀU = (H + ridge)⁻¹; the diagonal of H + ridge [E, I]
+def _factor(gram: Tensor, tokens: Sequence[int]) -> Tensor:
+    """H [E, I, I] -> U [E, I, I], upper triangular, UᵀU = (H + ridge)⁻¹
 
     With H = R Rᵀ, R upper triangular, U = R⁻¹; and R is the Cholesky factor of H with both axes turned around.
     """
     columns = gram.shape[-1]
     eye = torch.eye(columns, device=gram.device)
-    diagonal = gram.diagonal(dim1=-2, dim2=-1)
-    mean = diagonal.mean(-1)  # [E]
+    mean = gram.diagonal(dim1=-2, dim2=-1).mean(-1)  # [E]
     few = torch.tensor([RIDGE * max(1, ENOUGH * columns / max(1, n)) for n in tokens], device=gram.device)
     ridge = torch.where(mean > 0, mean * few, 1.0)
     for _ in range(_TRIES):
@@ -76,10 +76,10 @@ def _factor(gram: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
         if not failed.any():
             break
         ridge = torch.where(failed > 0, ridge * 10, ridge)  # float32 was not enough: inputs that nearly repeat
-    else:
-        raise ArithmeticError("inputs that are no numbers")
     u: Tensor = torch.linalg.solve_triangular(r.flip(-1, -2), eye.expand_as(gram), upper=True)
-    return u, diagonal + ridge[:, None]
+    if not u.isfinite().all():  # on a GPU, NaN is no failure above
+        raise ArithmeticError("inputs that are no numbers")
+    return u
 
 
 def _round_columns(w: Tensor, u: Tensor, scale: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
