@@ -79,7 +79,12 @@ def test_calibrated(plain: Path, text: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     how = ("--format", "int4", "--group", 32, "--calibrate", text, "--check", 2)
     shown = " ".join(dgemma("quantize", plain, out, *how, "--samples", 9).split())
-    for words in ("Relative error of the weights", "on 9 samples that they were fitted to", f"written to {out}"):
+    for words in (
+        "Relative error of the weights",
+        "Relative error of what they give",
+        "on the 9 samples that they were fitted to",
+        f"written to {out}",
+    ):
         assert words in shown
     facts = json.loads(dgemma("quantize", plain, out, *how, "--overwrite", "--json"))
     assert facts["samples"] == 17 - 2  # 4,800 bytes, 256 + 32 a sample

@@ -138,7 +138,9 @@ def _show(out: Path, size: int, rows: list[PartError], samples: int, agreement: 
     where = "embeddings" if worst.layer is None else f"layer {worst.layer}, {worst.part}"
     console.print(f"\nworst tensor: {worst.worst:.2%} ({where}); lowest cosine {min(r.cosine for r in rows):.5f}")
     if samples:
-        table(f"Relative error of what they give, on {samples} samples that they were fitted to", "product")
+        console.print()
+        table("Relative error of what they give", "product")
+        console.print(f"\non the {samples} samples that they were fitted to")
     if agreement is not None:
         console.print(
             f"logits over {agreement.positions} positions: cosine {agreement.cosine:.5f} "
