@@ -32,9 +32,7 @@ from diffusiongemma.ops.linear import Linear
 from diffusiongemma.ops.quant import Format, dequantize
 
 AT_ONCE = 8  # samples of a pass
-GRAMS = (
-    1 << 28
-)  # bytes of gram matrices: how many experts are rounded together; with what is made of them, 8 times that
+GRAMS = 1 << 28  # bytes of gram matrices, so many experts are rounded together; what is made of them is 8 times that
 Routed = tuple[Tensor, Tensor, Tensor]  # inputs [N, D], index [N, k], weight [N, k]
 
 
