@@ -60,6 +60,7 @@ class Way:
     lag: int = 2
     programs: int = 2  # of a multiprocessor
     few: int = 40  # registers of the single warps
+    without: str = ""  # for its time alone: "unpacking", "products" (then nothing but copies is left)
 
 
 OF_SEVEN, OF_SIX, OF_TWELVE = (gl.constexpr(code(packing)) for packing in (SEVEN, SIX, TWELVE))
@@ -82,14 +83,22 @@ def _step(xs, at, a, b, one, two, T: gl.constexpr):
 
 
 @gluon.jit
-def _eight(ring, xs, at, step, one, two, mma: gl.constexpr, T: gl.constexpr):
+def _eight(ring, xs, at, step, one, two, mma: gl.constexpr, T: gl.constexpr, WITHOUT: gl.constexpr):
     """Eight pieces that lie in seven"""
-    stored = [_piece(ring, at, mma), _piece(ring, at + 1, mma), _piece(ring, at + 2, mma), _piece(ring, at + 3, mma),
-              _piece(ring, at + 4, mma), _piece(ring, at + 5, mma), _piece(ring, at + 6, mma)]  # fmt: skip
-    a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-        OF_SEVEN, BOUND_SEVEN, stored, is_pure=True, pack=4,
-        dtype=(gl.uint8, gl.uint8, gl.uint8, gl.uint8, gl.uint8, gl.uint8, gl.uint8, gl.uint8),
-    )  # fmt: skip
+    n0 = _piece(ring, at, mma)
+    n1 = _piece(ring, at + 1, mma)
+    n2 = _piece(ring, at + 2, mma)
+    n3 = _piece(ring, at + 3, mma)
+    n4 = _piece(ring, at + 4, mma)
+    n5 = _piece(ring, at + 5, mma)
+    n6 = _piece(ring, at + 6, mma)
+    if WITHOUT == "unpacking":
+        a, b, c, d, e, f, g, h = n0, n1, n2, n3, n4, n5, n6, n0
+    else:
+        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
+            OF_SEVEN, BOUND_SEVEN, [n0, n1, n2, n3, n4, n5, n6], is_pure=True, pack=4,
+            dtype=(gl.uint8, gl.uint8, gl.uint8, gl.uint8, gl.uint8, gl.uint8, gl.uint8, gl.uint8),
+        )  # fmt: skip
     one, two = _step(xs, step, a, b, one, two, T)
     one, two = _step(xs, step + 1, c, d, one, two, T)
     one, two = _step(xs, step + 2, e, f, one, two, T)
@@ -98,22 +107,47 @@ def _eight(ring, xs, at, step, one, two, mma: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def _four(ring, xs, at, step, one, two, mma: gl.constexpr, T: gl.constexpr):
+def _four(ring, xs, at, step, one, two, mma: gl.constexpr, T: gl.constexpr, WITHOUT: gl.constexpr):
     """Four pieces that lie in three"""
     WIDE: gl.constexpr = ring.dtype.primitive_bitwidth == 16
     CODE: gl.constexpr = OF_TWELVE if WIDE else OF_SIX
-    a, b, c, d = gl.inline_asm_elementwise(
-        CODE, BOUND_THREE, [_piece(ring, at, mma), _piece(ring, at + 1, mma), _piece(ring, at + 2, mma)], is_pure=True,
-        pack=2 if WIDE else 4, dtype=(ring.dtype, ring.dtype, ring.dtype, ring.dtype),
-    )  # fmt: skip
+    n0 = _piece(ring, at, mma)
+    n1 = _piece(ring, at + 1, mma)
+    n2 = _piece(ring, at + 2, mma)
+    if WITHOUT == "unpacking":
+        a, b, c, d = n0, n1, n2, n0
+    else:
+        a, b, c, d = gl.inline_asm_elementwise(
+            CODE, BOUND_THREE, [n0, n1, n2], is_pure=True, pack=2 if WIDE else 4,
+            dtype=(ring.dtype, ring.dtype, ring.dtype, ring.dtype),
+        )  # fmt: skip
     one, two = _step(xs, step, a, b, one, two, T)
     one, two = _step(xs, step + 1, c, d, one, two, T)
     return one, two
 
 
 @gluon.jit
+def _stage_products(ring, xs, stage, one, two, mma: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr,
+                    HALF: gl.constexpr, WITHOUT: gl.constexpr):  # fmt: skip
+    """HALF: of half a stage, of which fp8 numbers in 7 bits lie there as they are"""
+    at = stage * SLOTS
+    if WITHOUT != "products":
+        if SLOTS == 6:
+            one, two = _four(ring, xs, at, 4 * stage, one, two, mma, T, WITHOUT)
+            if not HALF:
+                one, two = _four(ring, xs, at + 3, 4 * stage + 2, one, two, mma, T, WITHOUT)
+        elif HALF:
+            one, two = _step(xs, 4 * stage, _piece(ring, at, mma), _piece(ring, at + 1, mma), one, two, T)
+            one, two = _step(xs, 4 * stage + 1, _piece(ring, at + 2, mma), _piece(ring, at + 3, mma), one, two, T)
+        else:
+            one, two = _eight(ring, xs, at, 4 * stage, one, two, mma, T, WITHOUT)
+        one, two = warpgroup_mma_wait(0, deps=(one, two))
+    return one, two
+
+
+@gluon.jit
 def _multiply(ring, xs, ready, free, place, mma: gl.constexpr, HALVES: gl.constexpr, T: gl.constexpr,
-              SLOTS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+              SLOTS: gl.constexpr, STAGES: gl.constexpr, WITHOUT: gl.constexpr):  # fmt: skip
     """-> two sums [64, T], along so many half stages"""
     one = gl.zeros((64, T), gl.float32, mma)
     two = gl.zeros((64, T), gl.float32, mma)
@@ -121,24 +155,12 @@ def _multiply(ring, xs, ready, free, place, mma: gl.constexpr, HALVES: gl.conste
     phase = (place // STAGES) & 1
     for _ in range(HALVES // 2):
         mbarrier.wait(ready.index(stage), phase)
-        at = stage * SLOTS
-        if SLOTS == 7:
-            one, two = _eight(ring, xs, at, 4 * stage, one, two, mma, T)
-        else:
-            one, two = _four(ring, xs, at, 4 * stage, one, two, mma, T)
-            one, two = _four(ring, xs, at + 3, 4 * stage + 2, one, two, mma, T)
-        one, two = warpgroup_mma_wait(0, deps=(one, two))
+        one, two = _stage_products(ring, xs, stage, one, two, mma, T, SLOTS, False, WITHOUT)
         mbarrier.arrive(free.index(stage), count=1)
         stage, phase = following(stage, phase, STAGES)
     if HALVES % 2 == 1:
         mbarrier.wait(ready.index(stage), phase)
-        at = stage * SLOTS
-        if SLOTS == 7:
-            one, two = _step(xs, 4 * stage, _piece(ring, at, mma), _piece(ring, at + 1, mma), one, two, T)
-            one, two = _step(xs, 4 * stage + 1, _piece(ring, at + 2, mma), _piece(ring, at + 3, mma), one, two, T)
-        else:
-            one, two = _four(ring, xs, at, 4 * stage, one, two, mma, T)
-        one, two = warpgroup_mma_wait(0, deps=(one, two))
+        one, two = _stage_products(ring, xs, stage, one, two, mma, T, SLOTS, True, WITHOUT)
         mbarrier.arrive(free.index(stage), count=1)
     return one, two
 
@@ -146,7 +168,7 @@ def _multiply(ring, xs, ready, free, place, mma: gl.constexpr, HALVES: gl.conste
 @gluon.jit
 def _up_tile(x_scale, up_scale, hidden, order, ring, xs, ready, free, flags, each, at, start, end, place,
              D: gl.constexpr, I: gl.constexpr, TOP_K: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr,
-             STAGES: gl.constexpr):  # fmt: skip
+             STAGES: gl.constexpr, WITHOUT: gl.constexpr):  # fmt: skip
     UP: gl.constexpr = I // 64
     SIZE: gl.constexpr = ring.dtype.primitive_bitwidth // 8
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T, 32 // SIZE])
@@ -163,7 +185,7 @@ def _up_tile(x_scale, up_scale, hidden, order, ring, xs, ready, free, flags, eac
         ok = start + i < end
         token = gl.load(order + start + i, mask=ok, other=0) // TOP_K
         factor = gl.load(x_scale + token, mask=ok, other=0.0)
-    one, two = _multiply(ring, xs, ready, free, place, mma, D * SIZE // 64, T, SLOTS, STAGES)
+    one, two = _multiply(ring, xs, ready, free, place, mma, D * SIZE // 64, T, SLOTS, STAGES, WITHOUT)
     one = one * gl.expand_dims(w_one, 1)
     two = two * gl.expand_dims(w_two, 1)
     if x_scale is not None:
@@ -178,8 +200,8 @@ def _up_tile(x_scale, up_scale, hidden, order, ring, xs, ready, free, flags, eac
 
 @gluon.jit
 def _down_tile(h_scale, down_scale, out, order, share, ring, xs, ready, free, each, at, start, end, place,
-               D: gl.constexpr, I: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr,
-               STAGES: gl.constexpr):  # fmt: skip
+               D: gl.constexpr, I: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr,
+               WITHOUT: gl.constexpr):  # fmt: skip
     """at: counted from the first tile of the second product"""
     SIZE: gl.constexpr = ring.dtype.primitive_bitwidth // 8
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T, 32 // SIZE])
@@ -198,7 +220,7 @@ def _down_tile(h_scale, down_scale, out, order, share, ring, xs, ready, free, ea
     if h_scale is not None:
         mbarrier.wait(ready.index(place % STAGES), (place // STAGES) & 1)  # the rows' scales are there when they are
         factor = gl.load(h_scale + start + i, mask=ok, other=0.0, cache_modifier=".cg") * factor
-    one, two = _multiply(ring, xs, ready, free, place, mma, I * SIZE // 64, T, SLOTS, STAGES)
+    one, two = _multiply(ring, xs, ready, free, place, mma, I * SIZE // 64, T, SLOTS, STAGES, WITHOUT)
     one = one * gl.expand_dims(w_one, 1)
     two = two * gl.expand_dims(w_two, 1)
     to = out + gl.expand_dims(target.to(gl.int64) * D, 1) + (tile * 128 + column)
@@ -210,7 +232,8 @@ def _down_tile(h_scale, down_scale, out, order, share, ring, xs, ready, free, ea
 @gluon.jit
 def _sums_part(x_scale, up_scale, down_scale, hidden, h_scale, out, order, share, ring, xs, ready, free, box, told,
                heard, counts, flags, each, D: gl.constexpr, I: gl.constexpr, EXPERTS: gl.constexpr,
-               TOP_K: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+               TOP_K: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr,
+               WITHOUT: gl.constexpr):  # fmt: skip
     """Blocks with at most half of the rows that they may have take half as many columns."""
     HALF: gl.constexpr = T // 2
     ups, at, start, end, place, slot, turn = begin(box, told, heard, counts, EXPERTS, I // 64)
@@ -218,17 +241,17 @@ def _sums_part(x_scale, up_scale, down_scale, hidden, h_scale, out, order, share
         if at < ups:
             if end - start <= HALF:
                 _up_tile(x_scale, up_scale, hidden, order, ring, xs, ready, free, flags, each, at, start, end, place,
-                         D, I, TOP_K, HALF, SLOTS, STAGES)  # fmt: skip
+                         D, I, TOP_K, HALF, SLOTS, STAGES, WITHOUT)  # fmt: skip
             else:
                 _up_tile(x_scale, up_scale, hidden, order, ring, xs, ready, free, flags, each, at, start, end, place,
-                         D, I, TOP_K, T, SLOTS, STAGES)  # fmt: skip
+                         D, I, TOP_K, T, SLOTS, STAGES, WITHOUT)  # fmt: skip
         else:
             if end - start <= HALF:
                 _down_tile(h_scale, down_scale, out, order, share, ring, xs, ready, free, each, at - ups, start, end,
-                           place, D, I, HALF, SLOTS, STAGES)  # fmt: skip
+                           place, D, I, HALF, SLOTS, STAGES, WITHOUT)  # fmt: skip
             else:
                 _down_tile(h_scale, down_scale, out, order, share, ring, xs, ready, free, each, at - ups, start, end,
-                           place, D, I, T, SLOTS, STAGES)  # fmt: skip
+                           place, D, I, T, SLOTS, STAGES, WITHOUT)  # fmt: skip
         at, start, end, place, slot, turn = hear(box, told, heard, slot, turn, MOST)
 
 
@@ -236,7 +259,8 @@ def _sums_part(x_scale, up_scale, down_scale, hidden, h_scale, out, order, share
 def packed_kernel(x, x_scale, w_up, up_scale, w_down, down_scale, hidden, rounded, h_rows, h_scale, out, order, share,
                   counts, beyond, marks, each, D: gl.constexpr, I: gl.constexpr, APART: gl.constexpr,
                   TOP_K: gl.constexpr, EXPERTS: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr,
-                  LEFT: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr, FEW: gl.constexpr):  # fmt: skip
+                  LEFT: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr, FEW: gl.constexpr,
+                  WITHOUT: gl.constexpr):  # fmt: skip
     """x [N, D] times w_up, pieces of `packed_weights.pack` as lines of 128 bytes -> hidden [E N, I]; that times w_down
     -> out [N k, D]. up_scale, down_scale: float32 a row. The others are those of `experts_gluon.experts_kernel`."""
     UP: gl.constexpr = I // 64
@@ -257,7 +281,7 @@ def packed_kernel(x, x_scale, w_up, up_scale, w_down, down_scale, hidden, rounde
     if QUANT:  # Gluon keeps no lists of parts: those that both have stand here twice
         gl.warp_specialize([
             (_sums_part, (x_scale, up_scale, down_scale, hidden, h_scale, out, order, share, ring, xs, ready, free,
-                          box, told, heard, counts, flags, each, D, I, EXPERTS, TOP_K, T, SLOTS, STAGES)),
+                          box, told, heard, counts, flags, each, D, I, EXPERTS, TOP_K, T, SLOTS, STAGES, WITHOUT)),
             (weights_part, (w_up, w_down, ring, ready, free, box, told, heard, guess, guessed, unused, counts, each, D,
                             I, EXPERTS, SLOTS, LEFT, STAGES)),
             (rows_part, (x, h_rows, order, xs, ready, free, box, told, heard, counts, flags, D, I, EXPERTS, TOP_K, T,
@@ -269,7 +293,7 @@ def packed_kernel(x, x_scale, w_up, up_scale, w_down, down_scale, hidden, rounde
     else:
         gl.warp_specialize([
             (_sums_part, (x_scale, up_scale, down_scale, hidden, h_scale, out, order, share, ring, xs, ready, free,
-                          box, told, heard, counts, flags, each, D, I, EXPERTS, TOP_K, T, SLOTS, STAGES)),
+                          box, told, heard, counts, flags, each, D, I, EXPERTS, TOP_K, T, SLOTS, STAGES, WITHOUT)),
             (weights_part, (w_up, w_down, ring, ready, free, box, told, heard, guess, guessed, unused, counts, each, D,
                             I, EXPERTS, SLOTS, LEFT, STAGES)),
             (rows_part, (x, h_rows, order, xs, ready, free, box, told, heard, counts, flags, D, I, EXPERTS, TOP_K, T,
@@ -303,6 +327,7 @@ def packed_streamed(x: Rows, placed: Placed, w: Packed, way: Way) -> Tensor:
     `placed.marks` must be zero long before, as there."""
     experts, tokens, size = len(w.up), len(x.values), x.values.element_size()
     assert x.values.dtype == w.packing.dtype, f"{x.values.dtype} rows for {w.packing.name}"
+    assert way.lag < way.stages, "rows are never told"
     assert all(t is None or t.is_contiguous() for t in (x.values, x.scale, w.up, w.up_scale, w.down, w.down_scale))
     quant = x.values.dtype == FP8
     hidden = torch.empty(experts * tokens, w.width, dtype=torch.bfloat16, device=w.up.device)
@@ -317,6 +342,6 @@ def packed_streamed(x: Rows, placed: Placed, w: Packed, way: Way) -> Tensor:
         placed.lists, placed.share, placed.counts, placed.beyond, placed.marks, tokens,
         D=w.hidden, I=w.width, APART=rounded.stride(0), TOP_K=placed.top_k, EXPERTS=experts, T=placed.block,
         SLOTS=w.packing.slots, LEFT=4 if w.packing.whole == 8 else w.packing.stored, STAGES=way.stages, LAG=way.lag,
-        FEW=way.few, num_warps=4, maxnreg=way.registers, **early(),
+        FEW=way.few, WITHOUT=way.without, num_warps=4, maxnreg=way.registers, **early(),
     )  # fmt: skip
     return out
