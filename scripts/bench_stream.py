@@ -1,11 +1,12 @@
-"""Both products of the experts in one launch that streams weights, beside two kernels: the same bits? How fast?
+"""Both products of the experts in one launch that streams weights, packed ones, too, beside two kernels: the same bits?
+How fast?
 
     python3 scripts/bench_stream.py [--formats fp8 bf16 int4] [--tokens 256 512] [--runs 30]
 
 26B-A4B geometry on one Hopper card, 256 tokens a user (four, six, eight: `--formats fp8 --tokens 1024 1536 2048`).
 Tokens go to their experts evenly, and so that some experts have none and others several blocks. Times are of a CUDA
-graph over several sets of weights, by turns, medians; the floor is all weights once at 4.33 TB/s. The exit code is 1 if
-a bit differs.
+graph over several sets of weights, by turns, medians; the floor is all weights once at 4.33 TB/s. Weights that can be
+packed are rounded to what has a place there. The exit code is 1 if a bit differs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 from diffusiongemma.ops import routing
 from diffusiongemma.ops.experts_triton import experts_pairs, streams, streams_wide
 from diffusiongemma.ops.fused import Rows
+from diffusiongemma.ops.packed import Packed, fits, round_and_pack
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.routing import Placed
 from diffusiongemma.ops.rows_triton import quantize_rows
@@ -65,12 +67,14 @@ def placed(tokens: int, even: bool, fmt: Format) -> tuple[Tensor, Tensor, Placed
 
 
 def call(
-    x: Rows, route: tuple[Tensor, Tensor, Placed], marks: list[Tensor], i: int, weights: Weights, stream: bool
-) -> Tensor:
+    x: Rows, route: tuple[Tensor, Tensor, Placed], marks: list[Tensor], i: int, weights: Weights, stream: bool,
+    packed: Packed | None = None,
+) -> Tensor:  # fmt: skip
     """Marks are set to zero two launches before they are used: one may begin before the one before it has ended."""
     index, weight, where = route
     marks[(i + 1) % len(marks)].zero_()
-    return experts_pairs(x, index, weight, *weights, placed=replace(where, marks=marks[i % len(marks)]), stream=stream)
+    where = replace(where, marks=marks[i % len(marks)])
+    return experts_pairs(x, index, weight, *weights, placed=where, stream=stream, packed=packed)
 
 
 def recorded(run: Callable[[int], object], sets: int = SETS) -> torch.cuda.CUDAGraph:
@@ -104,33 +108,60 @@ def microseconds(replays: list[Callable[[], object]], rounds: int = TURNS, at_on
 def measure(fmt: str, tokens: int, runs: int) -> int:
     """-> how many comparisons failed"""
     sets, unequal = [weights_of(fmt) for _ in range(SETS)], 0
-    floor = sum(t.numel() * t.element_size() for t in sets[0] if t is not None) / BANDWIDTH * 1e6
+    less = [packed_of(weights) for weights in sets]
+    floor, packed_floor = (reading(parts) for parts in (sets[0], parts_of(less[0])))
     for even in (True, False):
         route = placed(tokens, even, format_of(sets[0][0]))
         asked = route[2].block, sets[0][0], sets[0][2]
         if not streams(*asked) and not streams_wide(*asked):
             print(f"{fmt}, {tokens} tokens: not streamed", flush=True)
             return 0
+        ways: dict[str, list[Packed | None] | None] = {"two kernels": None, "streamed": [None] * SETS}
+        if less[0] is not None and streams(*asked):
+            ways["packed"] = less
         marks = [torch.zeros_like(route[2].marks) for _ in range(SETS)]
         before_this = unequal
         for run in range(runs):
             x = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
-            rows = Rows(x) if fmt == "bf16" else quantize_rows(x)
-            one, two = (call(rows, route, marks, run, sets[run % SETS], stream) for stream in (True, False))
-            unequal += not torch.equal(one, two)
+            rows, at = Rows(x) if fmt == "bf16" else quantize_rows(x), run % SETS
+            found = []
+            for way in ways.values():
+                for mark in marks:
+                    mark.zero_()
+                found.append(call(rows, route, marks, run, sets[at], way is not None, way and way[at]))
+                torch.cuda.synchronize()
+            unequal += sum(not torch.equal(found[0], other) for other in found[1:])
         graphs = [
-            recorded(lambda i, s=stream, r=rows, p=route, m=marks: call(r, p, m, i, sets[i], s))  # type: ignore[misc]
-            for stream in (False, True)
+            recorded(lambda i, w=way, r=rows, p=route, m=marks: call(r, p, m, i, sets[i], w is not None, w and w[i]))  # type: ignore[misc]
+            for way in ways.values()
         ]
-        before, after = (us / SETS for us in microseconds([graph.replay for graph in graphs]))
+        before, *after = (us / SETS for us in microseconds([graph.replay for graph in graphs]))
         counts = route[2].counts[:-1]
+        told = "".join(
+            f", {name} {us:7.1f} ({us / before:.3f})" for name, us in zip(list(ways)[1:], after, strict=True)
+        )
         print(
             f"{fmt:<5}{tokens:>5} tokens, {int(counts.min()):>3} to {int(counts.max()):>3} an expert: two kernels "
-            f"{before:7.1f} us, streamed {after:7.1f} ({after / before:.3f}), floor {floor:6.1f}; "
+            f"{before:7.1f} us{told}, floor {floor:6.1f}, packed {packed_floor:6.1f}; "
             f"{unequal - before_this} of {runs} runs unequal",
             flush=True,
         )
     return unequal
+
+
+def packed_of(weights: Weights) -> Packed | None:
+    """They themselves are rounded to what has a place"""
+    packing = fits(weights[0], weights[2])
+    return round_and_pack(packing, *weights) if packing else None
+
+
+def parts_of(packed: Packed | None) -> tuple[Tensor, ...]:
+    return () if packed is None else (packed.up, packed.up_scale, packed.down, packed.down_scale)
+
+
+def reading(parts: Iterable[Tensor | None]) -> float:
+    """Microseconds that it takes to read them once"""
+    return sum(t.nbytes for t in parts if t is not None) / BANDWIDTH * 1e6
 
 
 def main() -> None:

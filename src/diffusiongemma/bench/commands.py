@@ -33,6 +33,9 @@ Preset = Annotated[
 Random = Annotated[bool, typer.Option("--random-weights", help="Only the geometry of a checkpoint, not its weights.")]
 Quant = Annotated[str | None, typer.Option(help="bf16, fp8, int8 or int4.  [what the device or checkpoint has]")]
 Group = Annotated[int | None, typer.Option(help="int4: numbers that share a scale, 32 or 64.  [64]")]
+Packed = Annotated[
+    bool, typer.Option("--packed", help="Experts a second time in fewer bits, for few users (fp8, bf16; Hopper cards).")
+]
 Device = Annotated[str, typer.Option(help="Where to compute: auto, cpu, cuda.")]
 Prefix = Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")]
 Prefixes = Annotated[str, typer.Option(help="Tokens of the prompt; several with commas.")]
@@ -52,6 +55,7 @@ def step(
     random_weights: Random = False,
     quant: Quant = None,
     group: Group = None,
+    packed: Packed = False,
     users: Users = 1,
     prefix: Prefixes = "512",
     steps: Annotated[int, typer.Option(min=4, help="Steps that are timed.")] = 48,
@@ -66,7 +70,7 @@ def step(
     from diffusiongemma.bench.timing import show
 
     prefixes = numbers("--prefix", prefix)
-    subject = Subject.make(_target(preset, random_weights, quant, group, device))
+    subject = Subject.make(_target(preset, random_weights, quant, group, device, packed))
     show(measure_step(subject, users, prefixes, steps, canvas, repeat), json)
 
 
@@ -76,6 +80,7 @@ def e2e(
     random_weights: Random = False,
     quant: Quant = None,
     group: Group = None,
+    packed: Packed = False,
     prefix: Prefix = 512,
     tokens: Annotated[int | None, typer.Option(min=1, help="New tokens.  [four canvases]")] = None,
     steps: Steps = 16,
@@ -89,7 +94,7 @@ def e2e(
     from diffusiongemma.bench.subject import Subject
     from diffusiongemma.bench.timing import show
 
-    subject = Subject.make(_target(preset, random_weights, quant, group, device))
+    subject = Subject.make(_target(preset, random_weights, quant, group, device, packed))
     show(measure_e2e(subject, prefix, tokens, steps, canvas, repeat), json)
 
 
@@ -99,6 +104,7 @@ def batch(
     random_weights: Random = False,
     quant: Quant = None,
     group: Group = None,
+    packed: Packed = False,
     users: UserList = "1,2,4,8,16,32",
     prefix: Prefix = 512,
     tokens: Annotated[int | None, typer.Option(min=1, help="New tokens of each user.  [two canvases]")] = None,
@@ -114,7 +120,7 @@ def batch(
     from diffusiongemma.bench.timing import show
 
     counts = numbers("--users", users)
-    subject = Subject.make(_target(preset, random_weights, quant, group, device))
+    subject = Subject.make(_target(preset, random_weights, quant, group, device, packed))
     show(measure_batch(subject, counts, prefix, tokens, steps, canvas, repeat), json)
 
 
@@ -148,6 +154,7 @@ def prefill(
     random_weights: Random = False,
     quant: Quant = None,
     group: Group = None,
+    packed: Packed = False,
     prefix: Prefixes = "512,2048,8192,32768",
     repeat: Repeat = 3,
     device: Device = "auto",
@@ -159,7 +166,7 @@ def prefill(
     from diffusiongemma.bench.timing import show
 
     lengths = numbers("--prefix", prefix)
-    subject = Subject.make(_target(preset, random_weights, quant, group, device))
+    subject = Subject.make(_target(preset, random_weights, quant, group, device, packed))
     show(measure_prefill(subject, lengths, repeat), json)
 
 
@@ -209,6 +216,7 @@ def suite(
     random_weights: Random = False,
     quant: Quant = None,
     group: Group = None,
+    packed: Packed = False,
     users: Annotated[str, typer.Option(help="Of batch and ar: several numbers with commas.")] = "1,2,4,8,16,32",
     prefix: Annotated[int, typer.Option(min=1, help="Tokens of the prompt, of all parts but memory.")] = 512,
     long: Annotated[int, typer.Option(min=1, help="The prefix that `long` compares with --prefix.")] = 32_768,
@@ -223,7 +231,7 @@ def suite(
     from diffusiongemma.bench.suite import Plan, run_suite
 
     plan = Plan(numbers("--users", users), prefix, long, context, steps, repeat)
-    target = _target(preset, random_weights, quant, group, device)
+    target = _target(preset, random_weights, quant, group, device, packed)
     if run_suite(target, tuple(part.strip() for part in parts.split(",")), plan, seconds, json):
         raise typer.Exit(1)
 
@@ -267,7 +275,9 @@ def numbers(option: str, text: str) -> tuple[int, ...]:
     return found
 
 
-def _target(preset: str, random_weights: bool, quant: str | None, group: int | None, device: str) -> Target:
+def _target(
+    preset: str, random_weights: bool, quant: str | None, group: int | None, device: str, packed: bool = False
+) -> Target:
     from diffusiongemma.bench.subject import Target
 
-    return Target(preset, random_weights, quant, group, device)
+    return Target(preset, random_weights, quant, group, device, packed)

@@ -13,10 +13,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 from diffusiongemma.bench.hardware import Card
 from diffusiongemma.model import DiffusionGemma
+from diffusiongemma.model.packed import packed_of
 from diffusiongemma.model.quantize import formats_in, shapes_of
+from diffusiongemma.ops.tiles import block_rows
 
 EXPERTS, ATTENTION, DENSE, VOCABULARY, CONDITIONING, REST = (
     "experts", "attention", "dense MLP", "vocabulary end", "self-conditioning", "rest",
@@ -163,12 +166,23 @@ def _needed(name: str, layers: int | None) -> bool:
     return any(part in name for part in ("qkv_proj", "k_norm", "input_layernorm"))
 
 
+def _experts_bytes(model: DiffusionGemma, tokens: int, layers: int | None) -> int:
+    """Of the experts as so many tokens read them: packed, if they are few and it is packed; else as they lie there"""
+    config, found = model.config, 0
+    few = block_rows(tokens * config.top_k_experts, config.num_experts, "fp8") <= 64
+    for layer in model.layers[:layers]:
+        experts: Any = layer.experts
+        packed = packed_of(experts) if few else None
+        found += sum(t.nbytes for t in experts.state_dict().values()) if packed is None else packed.nbytes
+    return found
+
+
 def _weights(model: DiffusionGemma, tokens: int, hit: float, layers: int | None = None) -> Work:
     config = model.config
     formats = formats_in(model)
     bits = min((4 if fmt.kind == "int4" else 8 for fmt in formats.values()), default=8 * model.dtype.itemsize)
     work = Work(bits, bytes=weight_bytes(model, layers))
-    work.bytes[EXPERTS] = round(work.bytes[EXPERTS] * hit)
+    work.bytes[EXPERTS] = round(_experts_bytes(model, tokens, layers) * hit)
     for name, shape in shapes_of(config).items():
         if len(shape) > 1 and _needed(name, layers):  # norms and scales are no products
             share = config.top_k_experts / config.num_experts if part_of(name) == EXPERTS else 1.0

@@ -30,9 +30,9 @@ from diffusiongemma.bench.floor import ATTENTION, CONDITIONING, DENSE, EXPERTS, 
 
 PRODUCT = "product"
 _FILES = {
-    "attention": ATTENTION, "heads": ATTENTION, "experts": EXPERTS, "pairs": EXPERTS, "wide": EXPERTS,
-    "routing": EXPERTS, "product": PRODUCT, "int4": PRODUCT, "few": PRODUCT, "vocab": VOCABULARY, "weigh": VOCABULARY,
-    "soft": VOCABULARY,
+    "attention": ATTENTION, "heads": ATTENTION, "experts": EXPERTS, "packed": EXPERTS, "pairs": EXPERTS,
+    "wide": EXPERTS, "routing": EXPERTS, "product": PRODUCT, "int4": PRODUCT, "few": PRODUCT, "vocab": VOCABULARY,
+    "weigh": VOCABULARY, "soft": VOCABULARY,
 }  # fmt: skip
 _VENDOR = re.compile(r"gemm|nvjet|cutlass|xmma|gemv|splitk|cublas", re.IGNORECASE)
 
@@ -77,7 +77,7 @@ def families() -> dict[str, str]:
                 found[name] = _FILES.get(file.stem.partition("_")[0], REST)
     for file in sorted(folder.glob("*.cu")):
         for name in re.findall(r"(\w+_cuda_kernel)\(", file.read_text(encoding="utf-8")):
-            found[name] = _FILES[name.partition("_")[0]]
+            found[name] = _FILES.get(file.stem.partition("_")[0], REST)
     return found
 
 

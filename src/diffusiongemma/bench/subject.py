@@ -22,6 +22,7 @@ from diffusiongemma.config import PRESETS, ModelConfig
 from diffusiongemma.engine import Engine, Limits
 from diffusiongemma.errors import ConfigError
 from diffusiongemma.model import CacheRow, DiffusionGemma
+from diffusiongemma.model.packed import packings
 from diffusiongemma.model.quantize import EMBEDDINGS, Scheme, formats_in, random_network, use_fast_products
 from diffusiongemma.text import Tokenizer
 from diffusiongemma.text.bytes import byte_tokenizer
@@ -39,6 +40,7 @@ class Target:
     quant: str | None = None  # None: as the device likes it, or as the checkpoint has it
     group: int | None = None
     device: str = "auto"
+    packed: bool | None = False  # as `Limits.packed`
 
 
 @dataclass
@@ -49,6 +51,7 @@ class Subject:
     random: bool
     making_seconds: float
     making_peak: int  # bytes on the device (a CPU: of the process)
+    packed: bool | None = False
     cold_seconds: float | None = None  # from weights in memory to the first block, if an engine has started yet
 
     @classmethod
@@ -78,7 +81,7 @@ class Subject:
             model = load_model(folder, str(device), wanted, quantize=kind, group=target.group)
             tokenizer = Tokenizer.from_pretrained(folder)
         seconds = time.perf_counter() - start
-        return cls(target.preset, model, tokenizer, random, seconds, peak(device))
+        return cls(target.preset, model, tokenizer, random, seconds, peak(device), target.packed)
 
     @property
     def device(self) -> torch.device:
@@ -103,7 +106,7 @@ class Subject:
         if length > config.max_position_embeddings:
             raise ConfigError(f"{length} tokens are more than the model's {config.max_position_embeddings} positions")
         room = (users + spare) * CacheRow.bytes_for(config, length, self.model.dtype)
-        limits = Limits(max_rows=users, max_bytes=room, chunk=chunk)
+        limits = Limits(max_rows=users, max_bytes=room, chunk=chunk, packed=self.packed)
         made = Engine(self.model, self.tokenizer, name=self.name, limits=limits)
         try:
             yield made
@@ -114,8 +117,9 @@ class Subject:
 
     def facts(self, bench: str, **config: Any) -> dict[str, Any]:
         """How every result begins."""
-        return {"bench": bench, "preset": self.name, "weights": self.weights, "random_weights": self.random,
-                **config, **machine(self.device), "machine": self.card.to_dict()}  # fmt: skip
+        return {"bench": bench, "preset": self.name, "weights": self.weights, "packed": packings(self.model),
+                "random_weights": self.random, **config, **machine(self.device),
+                "machine": self.card.to_dict()}  # fmt: skip
 
     def heading(self, what: str, **config: Any) -> tuple[str, Rows]:
         """The same for people."""
@@ -123,6 +127,8 @@ class Subject:
         random = " (random weights)" if self.random else ""
         card = self.card
         rows = [("config", told), ("card", f"{card} ({card.origin})"), ("torch", torch.__version__)]
+        if found := packings(self.model):
+            rows.append(("experts", f"for few users a second time, as {', '.join(found)}"))
         return f"{what}: {self.name}, {self.weights}{random}", rows
 
 

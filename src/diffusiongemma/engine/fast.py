@@ -22,7 +22,7 @@ from diffusiongemma.engine.draw import DrawLane, drawable
 from diffusiongemma.engine.graphs import Recorder
 from diffusiongemma.engine.lane import Lane, is_ruled, is_warm
 from diffusiongemma.engine.params import WIDTHS
-from diffusiongemma.engine.runner import FULL, Runner, default_chunk, default_room, packed
+from diffusiongemma.engine.runner import FULL, PLENTY, Runner, bytes_left, default_chunk, default_room, packed
 from diffusiongemma.engine.scheduler import Limits
 from diffusiongemma.engine.sequence import Block, Sequence
 from diffusiongemma.engine.slate import Parcel, Slate
@@ -30,6 +30,7 @@ from diffusiongemma.errors import DeviceError
 from diffusiongemma.model import CacheRow, DiffusionGemma
 from diffusiongemma.model.backend import Ops, triton_ops
 from diffusiongemma.model.fused import FusedNetwork, Overlap
+from diffusiongemma.model.packed import pack_experts, packed_bytes, packings, unpackable
 from diffusiongemma.model.pool import CachePool
 from diffusiongemma.model.support import prepare, unsupported
 from diffusiongemma.ops.kernels import current, untried
@@ -72,7 +73,8 @@ class FastRunner(Runner):
         self.pool = CachePool(model.config, limits.max_bytes, self.dtype, self.device)
         self.room = limits.chunk or default_room(self.device, limits.max_bytes)
         roomy = limits.chunk is None and self.room == FULL
-        self.network = FusedNetwork(model, self.pool, ops.roomy() if roomy else ops, overlap)
+        less = _packs(model, ops, limits, roomy)
+        self.network = FusedNetwork(model, self.pool, ops.roomy() if roomy else ops, overlap, less)
         self.recorder = Recorder(self.device, graphs, before=self.outbox.deliver)
         most = max(self.room, self.chunk + limits.max_rows)
         self.slate = Slate(self.network, self.recorder, limits.max_rows, most)
@@ -282,16 +284,34 @@ def _put_aside(rows: Seq[CacheRow], count: int) -> bool:
     return True
 
 
+def _packs(model: DiffusionGemma, ops: Ops, limits: Limits, roomy: bool) -> bool:
+    """Shall packed experts be read? They are packed then."""
+    if limits.packed is False:
+        return False
+    if not limits.packed and not packings(model):
+        left = bytes_left(model.device)
+        if not roomy or left is None or left < limits.max_bytes + packed_bytes(model) + PLENTY:
+            return False
+    reason = unpackable(model, ops)
+    if reason is None and not pack_experts(model):
+        reason = "that would change them too much, or there is no memory for it"
+    if reason and limits.packed:
+        raise DeviceError(f"packed=True cannot be honoured: {reason}")
+    if reason is None:
+        log.info("experts lie in memory a second time, for passes of few users: %s", ", ".join(packings(model)))
+    return reason is None
+
+
 def choose_runner(model: DiffusionGemma, limits: Limits, kernels: bool | None = None) -> Runner:
     """The fast runner where it can run, else the plain one. `kernels`: insist on it, or do without it. On a card that
     nobody has tried, the kernels are tried first (`engine/trial.py`), unless somebody insists."""
     if kernels is False or (kernels is None and model.device.type != "cuda"):
-        return Runner(model)
+        return _plain(model, limits)
     if reason := unsupported(model):
         if kernels:
             raise DeviceError(f"kernels=True cannot be honoured: {reason}")
         log.warning("the plain torch path is used: %s", reason)
-        return Runner(model)
+        return _plain(model, limits)
     ops = triton_ops()
     with current(model.device):
         if kernels is None and untried(model.device) and (reason := trial.failed(model, ops)):
@@ -300,5 +320,11 @@ def choose_runner(model: DiffusionGemma, limits: Limits, kernels: bool | None = 
                 "(Engine(kernels=True) takes them all the same)",
                 reason,
             )
-            return Runner(model)
+            return _plain(model, limits)
         return FastRunner(model, ops, limits)
+
+
+def _plain(model: DiffusionGemma, limits: Limits) -> Runner:
+    if limits.packed:
+        raise DeviceError("packed=True cannot be honoured: packed experts are for the kernels of a Hopper card")
+    return Runner(model)

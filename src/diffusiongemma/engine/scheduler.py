@@ -28,6 +28,9 @@ class Limits:
     # Tokens that one tick encodes, so that prompts do not stall canvases; None: as the device likes it, `Runner.chunk`,
     # and as much as it has room for, `Runner.room`, where no canvas is under way.
     chunk: int | None = None
+    # The experts a second time, in fewer bits, for passes of few users on a Hopper card (`model/packed.py`).
+    # None: where there is memory to spare. Off until it has been measured on a card.
+    packed: bool | None = False
 
     def __post_init__(self) -> None:
         for name in ("max_rows", "max_bytes", "chunk"):
@@ -36,6 +39,8 @@ class Limits:
                 continue
             if type(value) is not int or value < 1:
                 raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
+        if self.packed is not None and type(self.packed) is not bool:
+            raise ConfigError(f"packed must be True, False or None, got {self.packed!r}")
 
 
 @dataclass

@@ -18,6 +18,7 @@ from torch import Tensor
 from diffusiongemma.ops import attention_cached, fused, kernels, one, product, routing, sampler, tiles, vocab
 from diffusiongemma.ops.fused import Rows
 from diffusiongemma.ops.one import Routed
+from diffusiongemma.ops.packed import Packed
 from diffusiongemma.ops.product import Weight
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.routing import Placed
@@ -53,7 +54,8 @@ class Ops:
     linear: Callable[..., Tensor]  # x [N, K], weight of [O, K] -> [N, O]
     geglu: Callable[..., Rows]  # x [N, K], weight of [2 O, K] -> [N, O], in fp8 where x is
     # x, index, weight [N, k], up, down -> [N m, D]: a row for each of a token's experts, or (m = 1) their sum
-    experts: Callable[..., Tensor]  # `placed`: from `place`, where that was used; the weights are in it
+    # `placed`: from `place`, where that was used; the weights are in it. `packed`: up and down once more, in fewer bits
+    experts: Callable[..., Tensor]
     vocab_end: Callable[..., Reading]  # as `vocab_triton.vocab_end`
     draws: Callable[..., tuple[Tensor, Tensor]]
     prepare: Callable[..., tuple[Tensor, Tensor, Tensor]]  # `ops/sampler.py`: before the vocabulary end
@@ -143,8 +145,9 @@ def _torch_place(
 
 
 def _torch_experts(
-    x: Rows, index: Tensor, weight: Tensor, up: Weight, down: Weight, placed: Placed | None = None
-) -> Tensor:
+    x: Rows, index: Tensor, weight: Tensor, up: Weight, down: Weight, placed: Placed | None = None,
+    packed: Packed | None = None,
+) -> Tensor:  # fmt: skip
     experts = up[0].shape[0]
     plan = placed or routing.route(index, experts, block_rows(index.numel(), experts))
     hidden = _like(x, product.product(x, *up, gated=True, routing=plan))
@@ -236,10 +239,11 @@ def triton_ops(exact: bool = False, few: bool = True, stream: bool = True, cpp: 
         return linear_triton.geglu_linear(x, *weight, tile=tiles.SLIM_GATED if slim else None)
 
     def experts(
-        x: Rows, index: Tensor, weight: Tensor, up: Weight, down: Weight, placed: Placed | None = None
-    ) -> Tensor:
+        x: Rows, index: Tensor, weight: Tensor, up: Weight, down: Weight, placed: Placed | None = None,
+        packed: Packed | None = None,
+    ) -> Tensor:  # fmt: skip
         return experts_triton.experts_pairs(
-            x, index, weight, *up, *down, few=few_rows > 0, placed=placed, stream=stream
+            x, index, weight, *up, *down, few=few_rows > 0, placed=placed, stream=stream, packed=packed
         )
 
     def streams(tokens: int, k: int, up: Weight, down: Weight) -> bool:

@@ -53,13 +53,21 @@ Part = tuple[Mode, Batch]  # some of the tokens of a pass: those of the first co
 
 
 class FusedNetwork:
-    def __init__(self, model: DiffusionGemma, pool: CachePool, ops: Ops, overlap: Sequence[Overlap] = ()) -> None:
+    def __init__(
+        self,
+        model: DiffusionGemma,
+        pool: CachePool,
+        ops: Ops,
+        overlap: Sequence[Overlap] = (),
+        packed: bool = False,
+    ) -> None:
         """`overlap`: in which passes the dense MLP runs on a stream of its own, beside router and experts: where a row
-        has one new token ("draw"), in other encoding ("encode"), over canvases ("denoise")."""
+        has one new token ("draw"), in other encoding ("encode"), over canvases ("denoise"). `packed`: experts that are
+        packed are read that way where that is faster."""
         self.model, self.pool, self.ops, self.config = model, pool, ops, model.config
         self.eps, self.dtype, self.device = model.config.rms_norm_eps, model.dtype, model.device
         modules: list[Any] = list(model.layers)
-        self.layers = [FusedLayer.of(layer) for layer in modules]
+        self.layers = [FusedLayer.of(layer, packed) for layer in modules]
         self.conditioning = mlp_of(model.self_conditioning)
         self.table = table_of(model)
         self.embed_scale = float(torch.tensor(self.config.hidden_size**0.5, dtype=self.dtype))
@@ -234,7 +242,8 @@ class FusedNetwork:
                 index, weight, placed = ops.place(x, *router, self.eps, layer.up, counts=counts, eager=streamed)
             if slim:
                 join = self._begun(lambda: layer.mlp(ops, to_dense, slim=True), beside)
-        sparse = ops.experts(ops.rows_for(to_sparse, layer.up), index, weight, layer.up, layer.down, placed)
+        to_sparse = ops.rows_for(to_sparse, layer.up)
+        sparse = ops.experts(to_sparse, index, weight, layer.up, layer.down, placed, layer.packed)
         dense = join()
         after = (
             m.post_feedforward_layernorm_1.weight,

@@ -12,8 +12,10 @@ from diffusiongemma.config import LayerType
 from diffusiongemma.model.backend import Ops, wants_fp8
 from diffusiongemma.model.layers import MLP, Experts, Layer
 from diffusiongemma.model.network import DiffusionGemma, Embedding
+from diffusiongemma.model.packed import packed_of
 from diffusiongemma.ops.fused import Rows
 from diffusiongemma.ops.linear import Linear
+from diffusiongemma.ops.packed import Packed
 from diffusiongemma.ops.product import Weight
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.quantized import QuantEmbedding, QuantExperts, QuantLinear
@@ -49,10 +51,11 @@ class FusedLayer:
     mlp: FusedMLP
     up: Weight
     down: Weight
+    packed: Packed | None  # up and down once more
     module: Layer
 
     @classmethod
-    def of(cls, layer: Layer) -> FusedLayer:
+    def of(cls, layer: Layer, packed: bool = False) -> FusedLayer:
         attention = layer.self_attn
         experts: Any = layer.experts
         return cls(
@@ -67,6 +70,7 @@ class FusedLayer:
             mlp_of(layer.mlp),
             _expert_weight(experts, "gate_up_proj"),
             _expert_weight(experts, "down_proj"),
+            packed_of(experts) if packed else None,
             layer,
         )
 

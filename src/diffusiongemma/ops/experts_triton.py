@@ -19,6 +19,7 @@ from diffusiongemma.ops import few_triton, product_triton
 from diffusiongemma.ops.early_triton import ready, run
 from diffusiongemma.ops.fused import Rows
 from diffusiongemma.ops.kernels import gluon
+from diffusiongemma.ops.packed import Packed
 from diffusiongemma.ops.product_triton import product
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.routing import Placed, Routing
@@ -94,15 +95,16 @@ def down(hidden: Rows, routing: Routing | Placed, share: Tensor, w: Tensor, scal
 
 def experts_pairs(x: Rows, index: Tensor, weight: Tensor, up_q: Tensor, up_scale: Tensor | None, down_q: Tensor,
                   down_scale: Tensor | None, few: bool = False, placed: Placed | None = None,
-                  stream: bool = True) -> Tensor:  # fmt: skip
+                  stream: bool = True, packed: Packed | None = None) -> Tensor:  # fmt: skip
     """x [N, D], index and weight [N, k] -> [N k, D]: a row for each of a token's experts, which who reads it sums.
     `few`: a few tokens take another way, with other bits, and get their sums [N, D]. `placed`: where the pairs are, and
-    their weights; if nobody knows, they are sorted. `stream`: both products in one launch where that can be"""
+    their weights; if nobody knows, they are sorted. `stream`: both products in one launch where that can be; that one
+    reads the weights as they are `packed`, if they are"""
     if few and len(index) <= few_triton.FEW:
         return few_triton.experts_few(x, index, weight, up_q, up_scale, down_q, down_scale)
     if stream and placed is not None:
         if streams(placed.block, up_q, down_q):
-            return _streamed(rows_for(x, up_q), placed, up_q, up_scale, down_q, down_scale)
+            return _streamed(rows_for(x, up_q), placed, packed, up_q, up_scale, down_q, down_scale)
         if streams_wide(placed.block, up_q, down_q):
             from diffusiongemma.ops.wide_gluon import experts_wide
 
@@ -117,8 +119,13 @@ def experts_pairs(x: Rows, index: Tensor, weight: Tensor, up_q: Tensor, up_scale
 
 
 def _streamed(
-    x: Rows, placed: Placed, up_q: Tensor, up_scale: Tensor | None, down_q: Tensor, down_scale: Tensor | None
-) -> Tensor:
+    x: Rows, placed: Placed, packed: Packed | None, up_q: Tensor, up_scale: Tensor | None, down_q: Tensor,
+    down_scale: Tensor | None,
+) -> Tensor:  # fmt: skip
+    if packed is not None:
+        from diffusiongemma.ops.packed_gluon import packed_streamed
+
+        return packed_streamed(x, placed, packed)
     if up_q.dtype != torch.uint8:
         from diffusiongemma.ops.experts_gluon import experts_streamed
 

@@ -1,24 +1,25 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
-"""Experts whose weights are packed, in one launch that never stops reading them: `ops/pairs_gluon.py` with pieces of
-`packed_weights.py` instead of pairs, and a scale a row instead of a group. A trial (`try_packed.py`).
+"""Experts whose weights are packed (`ops/packed.py`), in one launch that never stops reading them, as
+`experts_gluon.py` has plain ones and `pairs_gluon.py` those of 4 bits: two programs stay on a multiprocessor, and one
+unpacks while the other waits.
 
-    weights    asks for pieces
-    rows       brings rows, 32 bytes of each along K a step
-    sums       makes all pieces of those that lie there, and multiplies them from registers
+    plan, round    as there (`stream_gluon.py`)
+    weights        asks for pieces
+    rows           brings rows, 32 bytes of each along K a step, waits for them some stages later, and makes the tensor
+                   cores see them
+    sums           makes all pieces of those that lie there, and multiplies them from registers; blocks with at most
+                   half of the rows that they may have take half as many columns
 
-Steps along K are those of `ops/experts_gluon.py`, in their order, so that the same numbers give the same bits.
+Steps along K are those of `experts_gluon.py`, in their order, so that the same numbers give the same bits.
 
 Legend: N tokens, k experts a token, E experts, D hidden, I width of an expert, T rows of a block.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from packed_copies_gluon import rows_part, weights_part
-from packed_weights import SEVEN, SIX, TWELVE, Packing, code, constraints
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -33,6 +34,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from diffusiongemma.ops.early_triton import multiprocessors
 from diffusiongemma.ops.fused import Rows
 from diffusiongemma.ops.kernels import early, launch
+from diffusiongemma.ops.packed import LINE, SEVEN, STEP, TWELVE, Packed, code, constraints
+from diffusiongemma.ops.packed_copies_gluon import rows_part, weights_part
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.routing import Placed
 from diffusiongemma.ops.stream_gluon import (
@@ -50,21 +53,12 @@ from diffusiongemma.ops.stream_gluon import (
     store_rows,
 )
 
-
-@dataclass(frozen=True)
-class Way:
-    """How a card runs it; to be tried"""
-
-    stages: int = 4
-    registers: int = 96  # of a thread, before parts give back what they do not need
-    lag: int = 2
-    programs: int = 2  # of a multiprocessor
-    few: int = 40  # registers of the single warps
-    without: str = ""  # for its time alone: "unpacking", "products" (then nothing but copies is left)
-
-
-OF_SEVEN, OF_SIX, OF_TWELVE = (gl.constexpr(code(packing)) for packing in (SEVEN, SIX, TWELVE))
-BOUND_SEVEN, BOUND_THREE = (gl.constexpr(constraints(packing)) for packing in (SEVEN, SIX))
+PROGRAMS = 2  # of a multiprocessor
+STAGES = 3  # of a program: with more of them, or more registers, the dense MLP has no room
+LAG = 1  # stages
+REGISTERS, FEW = 96, 40  # of a thread, before parts give back what they do not need, and of the single warps
+OF_SEVEN, OF_TWELVE = (gl.constexpr(code(packing)) for packing in (SEVEN, TWELVE))
+BOUND_SEVEN, BOUND_TWELVE = (gl.constexpr(constraints(packing)) for packing in (SEVEN, TWELVE))
 
 
 @gluon.jit
@@ -83,8 +77,8 @@ def _step(xs, at, a, b, one, two, T: gl.constexpr):
 
 
 @gluon.jit
-def _eight(ring, xs, at, step, one, two, mma: gl.constexpr, T: gl.constexpr, WITHOUT: gl.constexpr):
-    """Eight pieces that lie in seven"""
+def _eight(ring, xs, at, step, one, two, mma: gl.constexpr, T: gl.constexpr):
+    """Eight pieces of fp8 numbers, which lie in seven"""
     n0 = _piece(ring, at, mma)
     n1 = _piece(ring, at + 1, mma)
     n2 = _piece(ring, at + 2, mma)
@@ -92,13 +86,10 @@ def _eight(ring, xs, at, step, one, two, mma: gl.constexpr, T: gl.constexpr, WIT
     n4 = _piece(ring, at + 4, mma)
     n5 = _piece(ring, at + 5, mma)
     n6 = _piece(ring, at + 6, mma)
-    if WITHOUT == "unpacking":
-        a, b, c, d, e, f, g, h = n0, n1, n2, n3, n4, n5, n6, n0
-    else:
-        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-            OF_SEVEN, BOUND_SEVEN, [n0, n1, n2, n3, n4, n5, n6], is_pure=True, pack=4,
-            dtype=(gl.uint8, gl.uint8, gl.uint8, gl.uint8, gl.uint8, gl.uint8, gl.uint8, gl.uint8),
-        )  # fmt: skip
+    a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
+        OF_SEVEN, BOUND_SEVEN, [n0, n1, n2, n3, n4, n5, n6], is_pure=True, pack=4,
+        dtype=(gl.uint8, gl.uint8, gl.uint8, gl.uint8, gl.uint8, gl.uint8, gl.uint8, gl.uint8),
+    )  # fmt: skip
     one, two = _step(xs, step, a, b, one, two, T)
     one, two = _step(xs, step + 1, c, d, one, two, T)
     one, two = _step(xs, step + 2, e, f, one, two, T)
@@ -107,20 +98,14 @@ def _eight(ring, xs, at, step, one, two, mma: gl.constexpr, T: gl.constexpr, WIT
 
 
 @gluon.jit
-def _four(ring, xs, at, step, one, two, mma: gl.constexpr, T: gl.constexpr, WITHOUT: gl.constexpr):
-    """Four pieces that lie in three"""
-    WIDE: gl.constexpr = ring.dtype.primitive_bitwidth == 16
-    CODE: gl.constexpr = OF_TWELVE if WIDE else OF_SIX
+def _four(ring, xs, at, step, one, two, mma: gl.constexpr, T: gl.constexpr):
+    """Four pieces of bfloat16 numbers, which lie in three"""
     n0 = _piece(ring, at, mma)
     n1 = _piece(ring, at + 1, mma)
     n2 = _piece(ring, at + 2, mma)
-    if WITHOUT == "unpacking":
-        a, b, c, d = n0, n1, n2, n0
-    else:
-        a, b, c, d = gl.inline_asm_elementwise(
-            CODE, BOUND_THREE, [n0, n1, n2], is_pure=True, pack=2 if WIDE else 4,
-            dtype=(ring.dtype, ring.dtype, ring.dtype, ring.dtype),
-        )  # fmt: skip
+    a, b, c, d = gl.inline_asm_elementwise(
+        OF_TWELVE, BOUND_TWELVE, [n0, n1, n2], is_pure=True, pack=2, dtype=(gl.int16, gl.int16, gl.int16, gl.int16),
+    )  # fmt: skip
     one, two = _step(xs, step, a, b, one, two, T)
     one, two = _step(xs, step + 1, c, d, one, two, T)
     return one, two
@@ -128,26 +113,24 @@ def _four(ring, xs, at, step, one, two, mma: gl.constexpr, T: gl.constexpr, WITH
 
 @gluon.jit
 def _stage_products(ring, xs, stage, one, two, mma: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr,
-                    HALF: gl.constexpr, WITHOUT: gl.constexpr):  # fmt: skip
-    """HALF: of half a stage, of which fp8 numbers in 7 bits lie there as they are"""
+                    HALF: gl.constexpr):  # fmt: skip
+    """HALF: of half a stage, of which fp8 numbers lie there as they are"""
     at = stage * SLOTS
-    if WITHOUT != "products":
-        if SLOTS == 6:
-            one, two = _four(ring, xs, at, 4 * stage, one, two, mma, T, WITHOUT)
-            if not HALF:
-                one, two = _four(ring, xs, at + 3, 4 * stage + 2, one, two, mma, T, WITHOUT)
-        elif HALF:
-            one, two = _step(xs, 4 * stage, _piece(ring, at, mma), _piece(ring, at + 1, mma), one, two, T)
-            one, two = _step(xs, 4 * stage + 1, _piece(ring, at + 2, mma), _piece(ring, at + 3, mma), one, two, T)
-        else:
-            one, two = _eight(ring, xs, at, 4 * stage, one, two, mma, T, WITHOUT)
-        one, two = warpgroup_mma_wait(0, deps=(one, two))
-    return one, two
+    if SLOTS == 6:
+        one, two = _four(ring, xs, at, 4 * stage, one, two, mma, T)
+        if not HALF:
+            one, two = _four(ring, xs, at + 3, 4 * stage + 2, one, two, mma, T)
+    elif HALF:
+        one, two = _step(xs, 4 * stage, _piece(ring, at, mma), _piece(ring, at + 1, mma), one, two, T)
+        one, two = _step(xs, 4 * stage + 1, _piece(ring, at + 2, mma), _piece(ring, at + 3, mma), one, two, T)
+    else:
+        one, two = _eight(ring, xs, at, 4 * stage, one, two, mma, T)
+    return warpgroup_mma_wait(0, deps=(one, two))
 
 
 @gluon.jit
 def _multiply(ring, xs, ready, free, place, mma: gl.constexpr, HALVES: gl.constexpr, T: gl.constexpr,
-              SLOTS: gl.constexpr, STAGES: gl.constexpr, WITHOUT: gl.constexpr):  # fmt: skip
+              SLOTS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """-> two sums [64, T], along so many half stages"""
     one = gl.zeros((64, T), gl.float32, mma)
     two = gl.zeros((64, T), gl.float32, mma)
@@ -155,12 +138,12 @@ def _multiply(ring, xs, ready, free, place, mma: gl.constexpr, HALVES: gl.conste
     phase = (place // STAGES) & 1
     for _ in range(HALVES // 2):
         mbarrier.wait(ready.index(stage), phase)
-        one, two = _stage_products(ring, xs, stage, one, two, mma, T, SLOTS, False, WITHOUT)
+        one, two = _stage_products(ring, xs, stage, one, two, mma, T, SLOTS, False)
         mbarrier.arrive(free.index(stage), count=1)
         stage, phase = following(stage, phase, STAGES)
     if HALVES % 2 == 1:
         mbarrier.wait(ready.index(stage), phase)
-        one, two = _stage_products(ring, xs, stage, one, two, mma, T, SLOTS, True, WITHOUT)
+        one, two = _stage_products(ring, xs, stage, one, two, mma, T, SLOTS, True)
         mbarrier.arrive(free.index(stage), count=1)
     return one, two
 
@@ -168,7 +151,7 @@ def _multiply(ring, xs, ready, free, place, mma: gl.constexpr, HALVES: gl.conste
 @gluon.jit
 def _up_tile(x_scale, up_scale, hidden, order, ring, xs, ready, free, flags, each, at, start, end, place,
              D: gl.constexpr, I: gl.constexpr, TOP_K: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr,
-             STAGES: gl.constexpr, WITHOUT: gl.constexpr):  # fmt: skip
+             STAGES: gl.constexpr):  # fmt: skip
     UP: gl.constexpr = I // 64
     SIZE: gl.constexpr = ring.dtype.primitive_bitwidth // 8
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T, 32 // SIZE])
@@ -185,7 +168,7 @@ def _up_tile(x_scale, up_scale, hidden, order, ring, xs, ready, free, flags, eac
         ok = start + i < end
         token = gl.load(order + start + i, mask=ok, other=0) // TOP_K
         factor = gl.load(x_scale + token, mask=ok, other=0.0)
-    one, two = _multiply(ring, xs, ready, free, place, mma, D * SIZE // 64, T, SLOTS, STAGES, WITHOUT)
+    one, two = _multiply(ring, xs, ready, free, place, mma, D * SIZE // 64, T, SLOTS, STAGES)
     one = one * gl.expand_dims(w_one, 1)
     two = two * gl.expand_dims(w_two, 1)
     if x_scale is not None:
@@ -200,8 +183,8 @@ def _up_tile(x_scale, up_scale, hidden, order, ring, xs, ready, free, flags, eac
 
 @gluon.jit
 def _down_tile(h_scale, down_scale, out, order, share, ring, xs, ready, free, each, at, start, end, place,
-               D: gl.constexpr, I: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr,
-               WITHOUT: gl.constexpr):  # fmt: skip
+               D: gl.constexpr, I: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr,
+               STAGES: gl.constexpr):  # fmt: skip
     """at: counted from the first tile of the second product"""
     SIZE: gl.constexpr = ring.dtype.primitive_bitwidth // 8
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T, 32 // SIZE])
@@ -220,7 +203,7 @@ def _down_tile(h_scale, down_scale, out, order, share, ring, xs, ready, free, ea
     if h_scale is not None:
         mbarrier.wait(ready.index(place % STAGES), (place // STAGES) & 1)  # the rows' scales are there when they are
         factor = gl.load(h_scale + start + i, mask=ok, other=0.0, cache_modifier=".cg") * factor
-    one, two = _multiply(ring, xs, ready, free, place, mma, I * SIZE // 64, T, SLOTS, STAGES, WITHOUT)
+    one, two = _multiply(ring, xs, ready, free, place, mma, I * SIZE // 64, T, SLOTS, STAGES)
     one = one * gl.expand_dims(w_one, 1)
     two = two * gl.expand_dims(w_two, 1)
     to = out + gl.expand_dims(target.to(gl.int64) * D, 1) + (tile * 128 + column)
@@ -232,8 +215,7 @@ def _down_tile(h_scale, down_scale, out, order, share, ring, xs, ready, free, ea
 @gluon.jit
 def _sums_part(x_scale, up_scale, down_scale, hidden, h_scale, out, order, share, ring, xs, ready, free, box, told,
                heard, counts, flags, each, D: gl.constexpr, I: gl.constexpr, EXPERTS: gl.constexpr,
-               TOP_K: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr,
-               WITHOUT: gl.constexpr):  # fmt: skip
+               TOP_K: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Blocks with at most half of the rows that they may have take half as many columns."""
     HALF: gl.constexpr = T // 2
     ups, at, start, end, place, slot, turn = begin(box, told, heard, counts, EXPERTS, I // 64)
@@ -241,17 +223,17 @@ def _sums_part(x_scale, up_scale, down_scale, hidden, h_scale, out, order, share
         if at < ups:
             if end - start <= HALF:
                 _up_tile(x_scale, up_scale, hidden, order, ring, xs, ready, free, flags, each, at, start, end, place,
-                         D, I, TOP_K, HALF, SLOTS, STAGES, WITHOUT)  # fmt: skip
+                         D, I, TOP_K, HALF, SLOTS, STAGES)  # fmt: skip
             else:
                 _up_tile(x_scale, up_scale, hidden, order, ring, xs, ready, free, flags, each, at, start, end, place,
-                         D, I, TOP_K, T, SLOTS, STAGES, WITHOUT)  # fmt: skip
+                         D, I, TOP_K, T, SLOTS, STAGES)  # fmt: skip
         else:
             if end - start <= HALF:
                 _down_tile(h_scale, down_scale, out, order, share, ring, xs, ready, free, each, at - ups, start, end,
-                           place, D, I, HALF, SLOTS, STAGES, WITHOUT)  # fmt: skip
+                           place, D, I, HALF, SLOTS, STAGES)  # fmt: skip
             else:
                 _down_tile(h_scale, down_scale, out, order, share, ring, xs, ready, free, each, at - ups, start, end,
-                           place, D, I, T, SLOTS, STAGES, WITHOUT)  # fmt: skip
+                           place, D, I, T, SLOTS, STAGES)  # fmt: skip
         at, start, end, place, slot, turn = hear(box, told, heard, slot, turn, MOST)
 
 
@@ -259,9 +241,8 @@ def _sums_part(x_scale, up_scale, down_scale, hidden, h_scale, out, order, share
 def packed_kernel(x, x_scale, w_up, up_scale, w_down, down_scale, hidden, rounded, h_rows, h_scale, out, order, share,
                   counts, beyond, marks, each, D: gl.constexpr, I: gl.constexpr, APART: gl.constexpr,
                   TOP_K: gl.constexpr, EXPERTS: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr,
-                  LEFT: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr, FEW: gl.constexpr,
-                  WITHOUT: gl.constexpr):  # fmt: skip
-    """x [N, D] times w_up, pieces of `packed_weights.pack` as lines of 128 bytes -> hidden [E N, I]; that times w_down
+                  LEFT: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr, FEW: gl.constexpr):  # fmt: skip
+    """x [N, D] times w_up, pieces of `packed.pack` as lines of 128 bytes -> hidden [E N, I]; that times w_down
     -> out [N k, D]. up_scale, down_scale: float32 a row. The others are those of `experts_gluon.experts_kernel`."""
     UP: gl.constexpr = I // 64
     DOWN: gl.constexpr = D // 128
@@ -281,7 +262,7 @@ def packed_kernel(x, x_scale, w_up, up_scale, w_down, down_scale, hidden, rounde
     if QUANT:  # Gluon keeps no lists of parts: those that both have stand here twice
         gl.warp_specialize([
             (_sums_part, (x_scale, up_scale, down_scale, hidden, h_scale, out, order, share, ring, xs, ready, free,
-                          box, told, heard, counts, flags, each, D, I, EXPERTS, TOP_K, T, SLOTS, STAGES, WITHOUT)),
+                          box, told, heard, counts, flags, each, D, I, EXPERTS, TOP_K, T, SLOTS, STAGES)),
             (weights_part, (w_up, w_down, ring, ready, free, box, told, heard, guess, guessed, unused, counts, each, D,
                             I, EXPERTS, SLOTS, LEFT, STAGES)),
             (rows_part, (x, h_rows, order, xs, ready, free, box, told, heard, counts, flags, D, I, EXPERTS, TOP_K, T,
@@ -293,7 +274,7 @@ def packed_kernel(x, x_scale, w_up, up_scale, w_down, down_scale, hidden, rounde
     else:
         gl.warp_specialize([
             (_sums_part, (x_scale, up_scale, down_scale, hidden, h_scale, out, order, share, ring, xs, ready, free,
-                          box, told, heard, counts, flags, each, D, I, EXPERTS, TOP_K, T, SLOTS, STAGES, WITHOUT)),
+                          box, told, heard, counts, flags, each, D, I, EXPERTS, TOP_K, T, SLOTS, STAGES)),
             (weights_part, (w_up, w_down, ring, ready, free, box, told, heard, guess, guessed, unused, counts, each, D,
                             I, EXPERTS, SLOTS, LEFT, STAGES)),
             (rows_part, (x, h_rows, order, xs, ready, free, box, told, heard, counts, flags, D, I, EXPERTS, TOP_K, T,
@@ -303,45 +284,32 @@ def packed_kernel(x, x_scale, w_up, up_scale, w_down, down_scale, hidden, rounde
         ], [1, 1, 1], [FEW, FEW, FEW])  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Packed:
-    """The experts of a layer: pieces [E, tiles, lines, 128], and what a row's sums are multiplied by [E, O, 1]"""
-
-    packing: Packing
-    up: Tensor
-    up_scale: Tensor
-    down: Tensor
-    down_scale: Tensor
-    hidden: int  # D
-    width: int  # I
-
-
 def _lines(pieces: Tensor, size: int) -> Any:
     """As bulk copies read them, a piece at once"""
-    lines = pieces.view(torch.uint8 if size == 1 else torch.int16).view(-1, 128 // size)
-    return TensorDescriptor.from_tensor(lines, [16, 128 // size], gl.NVMMASharedLayout(128, 8 * size, 2))
+    lines = pieces.view(torch.uint8 if size == 1 else torch.int16).view(-1, LINE // size)
+    return TensorDescriptor.from_tensor(lines, [16, LINE // size], gl.NVMMASharedLayout(LINE, 8 * size, 2))
 
 
-def packed_streamed(x: Rows, placed: Placed, w: Packed, way: Way) -> Tensor:
-    """As `experts_gluon.experts_streamed`, for packed weights: x [N, D], in fp8 where they are -> [N k, D].
-    `placed.marks` must be zero long before, as there."""
-    experts, tokens, size = len(w.up), len(x.values), x.values.element_size()
+def packed_streamed(x: Rows, placed: Placed, w: Packed) -> Tensor:
+    """As `experts_gluon.experts_streamed`, bit for bit, for the same numbers packed: x [N, D], in fp8 where they are ->
+    [N k, D]. `placed.marks` must be zero long before, as there."""
+    (tokens, hidden_size), experts, size = x.values.shape, len(w.up), x.values.element_size()
+    width, quant = w.up_scale.shape[1] // 2, x.values.dtype == FP8
     assert x.values.dtype == w.packing.dtype, f"{x.values.dtype} rows for {w.packing.name}"
-    assert way.lag < way.stages, "rows are never told"
     assert all(t is None or t.is_contiguous() for t in (x.values, x.scale, w.up, w.up_scale, w.down, w.down_scale))
-    quant = x.values.dtype == FP8
-    hidden = torch.empty(experts * tokens, w.width, dtype=torch.bfloat16, device=w.up.device)
-    rounded = hidden.view(FP8)[:, : w.width] if quant else hidden
-    h_rows = TensorDescriptor.from_tensor(rounded, [placed.block, 32 // size], gl.NVMMASharedLayout(32, 8 * size, 2))
+    hidden = torch.empty(experts * tokens, width, dtype=torch.bfloat16, device=w.up.device)
+    rounded = hidden.view(FP8)[:, :width] if quant else hidden
+    rows = gl.NVMMASharedLayout(STEP, 8 * size, 2)
+    h_rows = TensorDescriptor.from_tensor(rounded, [placed.block, STEP // size], rows)
     h_scale = torch.empty(experts * tokens, 1, device=w.up.device) if quant else None
-    out = torch.empty(tokens * placed.top_k, w.hidden, dtype=torch.bfloat16, device=w.up.device)
+    out = torch.empty(tokens * placed.top_k, hidden_size, dtype=torch.bfloat16, device=w.up.device)
     launch(
-        packed_kernel, way.programs * multiprocessors(w.up.device),
+        packed_kernel, PROGRAMS * multiprocessors(w.up.device),
         x.values, x.scale, _lines(w.up, size), w.up_scale, _lines(w.down, size), w.down_scale,
         hidden, rounded, h_rows, h_scale, out,
         placed.lists, placed.share, placed.counts, placed.beyond, placed.marks, tokens,
-        D=w.hidden, I=w.width, APART=rounded.stride(0), TOP_K=placed.top_k, EXPERTS=experts, T=placed.block,
-        SLOTS=w.packing.slots, LEFT=4 if w.packing.whole == 8 else w.packing.stored, STAGES=way.stages, LAG=way.lag,
-        FEW=way.few, WITHOUT=way.without, num_warps=4, maxnreg=way.registers, **early(),
+        D=hidden_size, I=width, APART=rounded.stride(0), TOP_K=placed.top_k, EXPERTS=experts, T=placed.block,
+        SLOTS=w.packing.slots, LEFT=w.packing.left, STAGES=STAGES, LAG=LAG, FEW=FEW, num_warps=4, maxnreg=REGISTERS,
+        **early(),
     )  # fmt: skip
     return out

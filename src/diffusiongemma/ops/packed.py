@@ -1,6 +1,6 @@
-"""Experts' weights without the bits that they do not use: fp8 in 7 bits, bfloat16 in 12. A trial (`try_packed.py`).
+"""Experts' weights without the bits that they do not use: fp8 in 7 bits, bfloat16 in 12.
 
-A step of few users waits for the experts' weights to come from memory, so fewer bits are less time. A number has a
+A step of few users waits for the experts' weights to come from memory, so fewer bytes are less time. A number has a
 sign, an exponent and a fraction. Of a row of weights whose largest number is at the top, the lower half of all octaves
 is used once in a hundred numbers (fp8) or in ten thousand (the lower 15/16 of bfloat16's). So a row is multiplied by a
 power of two that leaves the upper bits of the exponent zero; the sums are multiplied by what makes up for it, exactly;
@@ -9,16 +9,15 @@ and these bits are not kept:
 | kept                | octaves of numbers that stay as they are | below: multiples of, of the row's top octave |
 | ------------------- | ---------------------------------------- | -------------------------------------------- |
 | fp8 in 7 bits       | 7 of 16                                  | 2^-9                                         |
-| fp8 in 6 bits       | 3 of 16                                  | 2^-5                                         |
 | bfloat16 in 12 bits | 15 of 256                                | 2^-21                                        |
 
 What that changes of normally distributed rows, by their norm (`tests/ops/test_packed.py` holds the figures): 0.02 % in
-7 bits, where fp8 itself loses 2.6 %; 1.0 % in 6 bits; 3e-9 of bfloat16's, less than float32 can hold. A network whose
-numbers all have a place stays the same.
+7 bits, where fp8 itself loses 2.6 %; 3e-9 of bfloat16's, less than float32 can hold. A network whose numbers all have a
+place stays the same. `model/packed.py` says where it is done, and where it would change too much.
 
 Bits that are not used carry others. Eight pieces, 64 rows of 32 fp8 numbers, lie in seven: each of them has one bit of
-a number of the eighth. Four pieces, of 16 bfloat16 numbers or of fp8 numbers in 6 bits, lie in three. A piece is 2,048
-bytes, what four warps give the tensor cores at once, and shifts and masks make the last of the others (`code`).
+a number of the eighth. Four pieces, of 16 bfloat16 numbers, lie in three. A piece is 2,048 bytes, what four warps give
+the tensor cores at once, and shifts and masks make the last of the others (`code`).
 
 A tile is 64 outputs of the first product with their gates, or 128 of the second. A stage of it is 128 bytes of each
 row, eight pieces: of each of four steps along K the first 64 rows and the second. Where K ends with half a stage, four
@@ -39,7 +38,7 @@ FP8 = torch.float8_e4m3fn
 LINE = 128  # bytes
 ROWS = 64  # of a piece
 STEP = 32  # bytes of its rows
-AT_ONCE = 1 << 26  # numbers that are packed at once: bounds the memory beside them
+AT_ONCE = 1 << 26  # numbers that are rounded and packed at once: bounds the memory beside them
 LIFT = 112  # bfloat16 numbers are that many octaves lower where they lie than where they are multiplied
 
 
@@ -57,7 +56,7 @@ class Packing:
     dtype: torch.dtype  # of the numbers
     kept: int  # bits of a number that stay where they are
     fields: tuple[Field, ...]
-    octaves: int  # fp8: a row is multiplied by 2^-octaves
+    most: float  # of a matrix' norm that may be lost, else it is not packed: a tenth of what the format loses itself
 
     @property
     def size(self) -> int:
@@ -80,18 +79,21 @@ class Packing:
         return 8 // self.whole * self.stored
 
     @property
+    def left(self) -> int:
+        """… and of half a stage"""
+        return 4 // self.whole * self.stored or 4
+
+    @property
     def kind(self) -> torch.dtype:
         """Whole numbers of the same size"""
         return torch.uint8 if self.size == 1 else torch.int16
 
 
-_SIX = (Field(0, 0x18, 2), Field(1, 0x06, 4), Field(2, 0x01, 5), Field(2, 0x80, -1))
 _TWELVE = (Field(0, 0x0780, 4), Field(1, 0x0078, 8), Field(2, 0x0007, 11), Field(2, 0x8000, -1))
 _SEVEN = (Field(0, 0x80, -1), *(Field(n, 0x40 >> n, n) for n in range(1, 7)))
-SEVEN = Packing("fp8 in 7 bits", FP8, 0xBF, _SEVEN, 8)
-SIX = Packing("fp8 in 6 bits", FP8, 0x9F, _SIX, 12)
-TWELVE = Packing("bfloat16 in 12 bits", torch.bfloat16, 0x87FF, _TWELVE, 0)
-PACKINGS = {"7": SEVEN, "6": SIX, "12": TWELVE}
+SEVEN = Packing("fp8 in 7 bits", FP8, 0xBF, _SEVEN, 2.6e-3)
+TWELVE = Packing("bfloat16 in 12 bits", torch.bfloat16, 0x87FF, _TWELVE, 1.7e-4)
+PACKINGS = {packing.dtype: packing for packing in (SEVEN, TWELVE)}
 
 
 # ---- numbers -----------------------------------------------------------------------------------------------------
@@ -99,18 +101,17 @@ PACKINGS = {"7": SEVEN, "6": SIX, "12": TWELVE}
 
 def shrunk(w: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
     """w [.., O, K] -> the nearest numbers that have a place, upper bits of their exponents zero; and by what their sums
-    are multiplied, a power of two, float32 [.., O, 1]. fp8 rows have their largest number at 448, or lower."""
+    are multiplied, a power of two, float32 [.., O, 1]."""
     assert w.dtype == packing.dtype
     wide = w.float()
-    if packing.dtype == FP8:
-        back = 2.0**packing.octaves
-        return (wide / back).to(FP8), torch.full_like(wide[..., :1], back)
     octave = torch.frexp(wide.abs().amax(dim=-1, keepdim=True)).exponent - 1
     x = torch.ldexp(wide, -octave)  # in (-2, 2)
+    back = torch.ldexp(torch.ones_like(x[..., :1]), octave)
+    if packing.dtype == FP8:
+        return x.to(FP8), back
     raw = x.to(torch.bfloat16).view(torch.int16).to(torch.int32)
     exponent = (raw >> 7 & 0xFF) - LIFT
     small = torch.where(exponent > 0, exponent << 7 | raw & 0x7F, (x.abs() * 2.0**21).round().to(torch.int32))
-    back = torch.ldexp(torch.ones_like(x[..., :1]), octave)
     return (raw & -0x8000 | small).to(torch.int16).view(torch.bfloat16), back
 
 
@@ -124,16 +125,50 @@ def lifted(q: Tensor, packing: Packing) -> Tensor:
     return torch.where(raw < 0, -size, size).to(torch.bfloat16)
 
 
+def restored(q: Tensor, back: Tensor, packing: Packing) -> Tensor:
+    """What `shrunk` was given, as near as it has a place: exactly the numbers that are multiplied"""
+    return (lifted(q, packing).float() * back).to(packing.dtype)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The experts of a layer: pieces [E, tiles, lines, LINE], and what a row's sums are multiplied by [E, O, 1]"""
+
+    packing: Packing
+    up: Tensor
+    up_scale: Tensor
+    down: Tensor
+    down_scale: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (self.up, self.up_scale, self.down, self.down_scale))
+
+
+def fits(up: Tensor, down: Tensor) -> Packing | None:
+    """How experts with these weights, of [E, 2 I, D] and [E, D, I], can be packed; None: they cannot"""
+    packing = PACKINGS.get(up.dtype)
+    if packing is None or up.dtype != down.dtype:
+        return None
+    hidden, width = down.shape[1:]
+    whole = hidden % 128 == 0 and width % 64 == 0  # tiles, whose rows are whole halves of a stage
+    return packing if whole else None
+
+
+def bytes_of(w: Tensor, packing: Packing) -> int:
+    """What [E, O, K] takes when it is packed, without scales"""
+    experts, outputs, inputs = w.shape
+    halves = inputs * packing.size * 2 // LINE
+    pieces = halves // 2 * packing.slots + halves % 2 * packing.left
+    return experts * outputs // (2 * ROWS) * pieces * ROWS * STEP
+
+
 # ---- layout ------------------------------------------------------------------------------------------------------
 
 
 def pack(q: Tensor, packing: Packing, gated: bool) -> Tensor:
     """q [E, O, K] of `shrunk` -> bytes [E, tiles, lines, LINE]; gated: the first half of the rows are gates"""
-    some = max(1, AT_ONCE // (q.shape[1] * q.shape[2]))
-    return torch.cat([_pack(part.view(packing.kind), packing, gated) for part in q.split(some)])
-
-
-def _pack(codes: Tensor, packing: Packing, gated: bool) -> Tensor:
+    codes = q.view(packing.kind)
     halves = codes.unflatten(1, (2, -1, ROWS)).transpose(1, 2) if gated else codes.unflatten(1, (-1, 2, ROWS))
     steps = halves.unflatten(-1, (-1, STEP // packing.size))  # [E, tiles, 2, ROWS, steps, numbers]
     pieces = steps.permute(0, 1, 4, 2, 3, 5).flatten(2, 3)
@@ -147,6 +182,41 @@ def _pack(codes: Tensor, packing: Packing, gated: bool) -> Tensor:
     return lying.view(torch.uint8).view(*lying.shape[:2], -1, LINE)
 
 
+def lost(w: Tensor, packing: Packing) -> float:
+    """What rounding to places changes, of the norm of the expert that loses most: w [E, O, K]"""
+    found = list[Tensor]()
+    for some in _some(w):
+        wide = some.float()
+        off = (restored(*shrunk(some, packing), packing).float() - wide).flatten(1).norm(dim=1)
+        found.append(off / wide.flatten(1).norm(dim=1).clamp_min(1e-30))
+    return float(torch.cat(found).max())  # NaN, where there is one
+
+
+def round_and_pack(
+    packing: Packing, up: Tensor, up_scale: Tensor | None, down: Tensor, down_scale: Tensor | None
+) -> Packed:
+    """up [E, 2 I, D], down [E, D, I], and a scale a row, packed; they themselves are rounded to what has a place"""
+    return Packed(packing, *_rounded(up, up_scale, packing, True), *_rounded(down, down_scale, packing, False))
+
+
+def _rounded(w: Tensor, scale: Tensor | None, packing: Packing, gated: bool) -> tuple[Tensor, Tensor]:
+    """-> packed, and what a row's sums are multiplied by"""
+    parts, backs = list[Tensor](), list[Tensor]()
+    for some in _some(w):
+        q, back = shrunk(some, packing)
+        parts.append(pack(q, packing, gated))
+        backs.append(back)
+        some.copy_(restored(q, back, packing))
+    back = torch.cat(backs)
+    return torch.cat(parts), back if scale is None else scale * back
+
+
+def _some(w: Tensor) -> tuple[Tensor, ...]:
+    """A few experts after the other"""
+    found: tuple[Tensor, ...] = w.split(max(1, AT_ONCE // w[0].numel()))
+    return found
+
+
 def unpack(tiles: Tensor, packing: Packing, shape: tuple[int, int], gated: bool) -> Tensor:
     """The reverse of `pack`: bytes [E, tiles, lines, LINE] -> q [E, O, K]; shape: O and K"""
     groups = 2 * shape[1] * packing.size // STEP // packing.whole
@@ -155,7 +225,8 @@ def unpack(tiles: Tensor, packing: Packing, shape: tuple[int, int], gated: bool)
     whole = made(list(stored.unbind(3)), packing)
     halves = torch.cat((torch.stack(whole, dim=3).flatten(2, 3), pieces[:, :, groups * packing.stored :]), dim=2)
     rows = halves.unflatten(2, (-1, 2)).permute(0, 1, 3, 4, 2, 5).flatten(-2)  # [E, tiles, 2, ROWS, K]
-    return (rows.transpose(1, 2) if gated else rows).reshape(len(tiles), *shape).view(packing.dtype)
+    flat: Tensor = (rows.transpose(1, 2) if gated else rows).reshape(len(tiles), *shape)
+    return flat.view(packing.dtype)
 
 
 def made(stored: list[Tensor], packing: Packing) -> list[Tensor]:
