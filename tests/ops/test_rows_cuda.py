@@ -1,6 +1,6 @@
 """Norms in CUDA C++ behind attention and behind the experts. Here they are compiled for a card that is not there, and
 their arithmetic is run on the CPU, by threads that take turns (`on_cpu.py`); what a card makes of it, and how fast, is
-`scripts/check_ops.py` and `scripts/bench_rows.py`."""
+`scripts/bench_rows.py` and, in a layer, `scripts/bench_layers.py`."""
 
 from ops.triton_cpu import DEVICE  # noqa: F401  # isort: skip
 
@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffusiongemma.ops import fused, kernels, nvrtc
+from diffusiongemma.model.backend import triton_ops
+from diffusiongemma.ops import fused, kernels, norm_triton, nvrtc, rows_cuda
 from diffusiongemma.ops.fused import Rows
 from diffusiongemma.ops.norm_triton import KEPT
 from diffusiongemma.ops.quant import FP8
@@ -256,6 +257,37 @@ def test_nothing_fits_where_they_do_not_run() -> None:
         after_attention(x, x, weight, weight, weight, EPS)
     with pytest.raises(AssertionError, match="no kernels in CUDA"):
         after_feed_forward(x, x, x, (weight, weight, weight), weight[:1], weight, EPS)
+
+
+@pytest.mark.usefixtures("_cpp")
+def test_operations_take_them_where_they_are_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And Triton's of what does not fit"""
+    taken = list[str]()
+    for module in (rows_cuda, norm_triton):
+        for name in ("after_attention", "after_feed_forward"):
+            told = module.__name__.rpartition(".")[2]
+            monkeypatch.setattr(module, name, lambda *args, told=told: taken.append(f"{told}, {len(args)} arguments"))
+    weights = [meta(256) for _ in range(4)]
+
+    def way(width: int = 256, quant: torch.dtype | None = FP8, **options: bool) -> list[str]:
+        taken.clear()
+        ops, x = triton_ops(**options), meta(2, width)
+        ops.after_attention(x, x, *weights[:3], EPS, quant, eager=True)
+        ops.after_feed_forward(x, x, meta(16, width), tuple(weights[:3]), meta(1), weights[3], EPS, quant, (1, meta(1)))
+        return list(taken)
+
+    ours, others = ([f"{name}, {n} arguments" for n in (8, 9)] for name in ("rows_cuda", "norm_triton"))
+    assert way() == others, "off until they have been measured"
+    assert way(norms=True) == way(norms=True, quant=None) == ours
+    assert way(norms=True, cpp=False) == others
+    assert way(norms=True, width=252) == others
+    assert way(norms=True, quant=torch.int8) == others
+    weights[2] = meta(256, dtype=torch.float32)
+    assert way(norms=True) == others
+    weights[2] = meta(256)
+    x, other = meta(2, 256), (1, meta(1, dtype=torch.float32))
+    triton_ops(norms=True).after_feed_forward(x, x, x, tuple(weights[:3]), meta(1), weights[3], EPS, FP8, other)
+    assert taken[-1] == others[1], "the other scalar does not fit"
 
 
 # ---- arithmetic, on the CPU --------------------------------------------------------------------------------------
