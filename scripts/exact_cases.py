@@ -22,8 +22,11 @@ from torch import Tensor
 from diffusiongemma.model.backend import VENDOR_ROWS, Ops, triton_ops
 from diffusiongemma.ops import product_cuda
 from diffusiongemma.ops.fused import Rows, rope_frequency, summed
+from diffusiongemma.ops.packed import Packed, by_side, fits, lie_in_pairs, round_and_pack
+from diffusiongemma.ops.product import Weight
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.routing import Placed, Routing, counters
+from diffusiongemma.ops.sides import sides_of
 from diffusiongemma.ops.tiles import block_rows
 
 Sort = Callable[[Tensor, int, int], Routing]
@@ -244,6 +247,25 @@ class Found(NamedTuple):
     pairs: Tensor
     routed: tuple[Tensor, Tensor]  # the same from `route`
     ordered: Tensor  # the same of pairs that were sorted
+    packed: tuple[Tensor, Tensor] | None  # where they are read: by packed experts, and by plain ones that are rounded
+
+
+@cache
+def _packed(up: Matrix, down: Matrix) -> tuple[Weight, Weight, Packed]:
+    """Weights rounded to what has a place, and the same packed, or laid out by side"""
+    weights = [tuple(None if t is None else t.clone() for t in w.kept) for w in (up, down)]
+    (first, first_scale), (second, second_scale) = weights
+    assert first is not None
+    assert second is not None
+    packing, sides = fits(first, second), sides_of(first.device)
+    if packing is not None:
+        made = round_and_pack(packing, first, first_scale, second, second_scale, sides)
+    else:
+        assert lie_in_pairs(first, second)
+        assert first_scale is not None
+        assert second_scale is not None
+        made = by_side(first, first_scale, second, second_scale, sides)
+    return (first, first_scale), (second, second_scale), made
 
 
 def _placed(n: int, kind: str, shapes: Shapes, inputs: Inputs, up: Matrix, down: Matrix, alone: bool) -> Case:
@@ -260,7 +282,18 @@ def _placed(n: int, kind: str, shapes: Shapes, inputs: Inputs, up: Matrix, down:
         given = ops.rows_for(Rows(x), up.kept)
         pairs = ops.experts(given, index, weight, up.kept, down.kept, placed)
         ordered = ops.experts(given, index, weight, up.kept, down.kept)
-        return Found(index, weight, placed, given, pairs, ops.route(x, *router, eps), ordered)
+        return Found(index, weight, placed, given, pairs, ops.route(x, *router, eps), ordered, both(ops, given))
+
+    def both(ops: Ops, given: Rows) -> tuple[Tensor, Tensor] | None:
+        if not ops.streams(n, k, up.kept, down.kept):
+            return None
+        *weights, held = _packed(up, down)
+        made = list[Tensor]()
+        for packed in (held, None):  # lists and marks are used up
+            counts = torch.zeros(counters(experts, n * k)[0], dtype=torch.int32, device=inputs.device)
+            index, weight, placed = ops.place(x, *router, eps, up.kept, counts=counts)
+            made.append(ops.experts(given, index, weight, *weights, placed, packed))
+        return made[0], made[1]
 
     def parts(got: Found) -> list[Part]:
         assert got.placed is not None
@@ -272,6 +305,8 @@ def _placed(n: int, kind: str, shapes: Shapes, inputs: Inputs, up: Matrix, down:
         found.append(Part("weights as routed", got.weight, got.routed[1], how="equal"))
         if alone:
             found.append(Part("as sorted", got.pairs, got.ordered, how="equal"))
+        if got.packed is not None:
+            found.append(Part("as packed", *got.packed, how="equal"))
         made, given = summed(got.pairs, n), Given(got.given, x)
         return found + _both(
             up, lambda form: products.experts(made, given, got.index, got.weight, up, down, form)

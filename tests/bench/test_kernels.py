@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from diffusiongemma import ops
 from diffusiongemma.bench.floor import ATTENTION, CONDITIONING, DENSE, EXPERTS, REST, VOCABULARY
 from diffusiongemma.bench.kernels import PRODUCT, Launch, assign, families, from_trace, summarise
-from diffusiongemma.ops import product_cuda, rows_cuda
+from diffusiongemma.ops import product_cuda, sides
 from diffusiongemma.ops.product_cuda import Tile
 
 VENDOR = "nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_TNT"
@@ -108,12 +108,12 @@ def test_products_in_cuda_belong_where_others_do() -> None:
 def test_kernels_in_cuda_are_found_by_their_files() -> None:
     """… which say `name_cuda_kernel(`"""
     found = {name: part for name, part in families().items() if name.endswith("_cuda_kernel")}
-    rows = {"after_attention_cuda_kernel": REST, "after_feed_forward_cuda_kernel": REST}
-    assert found == {"product_cuda_kernel": PRODUCT} | rows
-    assert product_cuda.kernel_of(Tile(64, 88, 8)).function in found
-    assert {rows_cuda.kernel_of(256, many, True).function for many in (0, 8)} == rows.keys()
+    assert found == {"product_cuda_kernel": PRODUCT, "sides_cuda_kernel": REST}
+    assert {product_cuda.kernel_of(Tile(64, 88, 8)).function, sides.kernel_of().function} == found.keys()
     sources = "".join(file.read_text() for file in Path(ops.__path__[0]).glob("*.cu"))
-    assert set(re.findall(r"__global__ void[^;{]*?(\w+)\(const", sources)) == found.keys(), "one has another name"
+    assert set(re.findall(r"__global__ void[^;{]*?(\w+)\((?:const|u32)", sources)) == found.keys(), (
+        "one has another name"
+    )
 
 
 def test_kernels_that_announce_a_part_exist() -> None:

@@ -10,7 +10,7 @@ the launch before, and the order in which memory is seen: a flag and what it sta
 from __future__ import annotations
 
 import random
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 
 Part = Generator[None, None, None]
@@ -105,7 +105,8 @@ class Work:
     quant: bool
     lag: int | None = None  # of 4-bit weights: rows are told of so many stages later
     groups: int = 1  # that make a tile: 2 in `wide_gluon.py`, where each makes one of two
-    taken: int = 0
+    sides: bool = False  # tiles are laid out by side
+    taken: list[int] = field(default_factory=lambda: [0] * 4)
     flags: list[int] = field(default_factory=list)
     made: dict[int, int] = field(default_factory=dict)
     rounded: dict[int, int] = field(default_factory=dict)  # by tiles of the first product: their part of the rows
@@ -114,9 +115,9 @@ class Work:
         self.flags = [0] * len(self.rows)
         self.ups, self.total = len(self.rows) * self.up, len(self.rows) * (self.up + self.down)
 
-    def take(self) -> int:
-        self.taken += 1
-        return self.taken - 1
+    def count(self, which: int = 0) -> int:
+        self.taken[which] += 1
+        return self.taken[which] - 1
 
     def block(self, at: int) -> int:
         return at // self.up if at < self.ups else (at - self.ups) // self.down
@@ -130,9 +131,44 @@ class Work:
         return self.up_steps if at < self.ups else self.down_steps
 
 
+@dataclass
+class Taking:
+    """How a program of a side takes tiles (`sides_gluon.next_of`)"""
+
+    work: Work
+    side: int
+    alone_at: int
+    queue: int = 0
+    taken: int = 1
+    alone: bool = False
+
+    def first(self) -> int:
+        return 2 * self.work.count(self.side) + self.side
+
+    def next(self) -> Generator[None, None, int]:
+        work, side = self.work, self.side
+        if self.taken == self.alone_at:
+            self.alone = work.taken[1 - side] == 0
+        self.taken += 1
+        yield
+        if self.alone and self.queue < 2:
+            self.queue, side = 0, 0 if work.taken[0] <= work.taken[1] else 1
+            yield
+        while self.queue < 4:
+            whose = side ^ self.queue & 1
+            found = 2 * work.count((self.queue & 2) + whose) + whose
+            if found < (work.ups if self.queue < 2 else work.total - work.ups):
+                return found if self.queue < 2 else work.ups + found
+            self.queue += 1
+            yield
+        return -1
+
+
 class Program:
-    def __init__(self, work: Work) -> None:
-        self.work = work
+    alone_at = 4  # tiles
+
+    def __init__(self, work: Work, side: int = 0) -> None:
+        self.work, self.taking = work, Taking(work, side, self.alone_at)
         self.ready, self.free = ([Barrier(n) for _ in range(work.stages)] for n in (2, 1))
         self.go = [Barrier(1), Barrier(1)]
         self.box, self.guess = Mailbox(work.most, 4), Mailbox(1, 1)
@@ -146,10 +182,12 @@ class Program:
 
     def _plan(self) -> Part:
         work, box, later, place = self.work, Ring(self.work.most, 1), Ring(self.work.rounds, 1), 0
-        at = work.take()
+        at = self.taking.first() if work.sides else work.count()
         yield from self.guess.tell(Ring(1, 1), (at, False, 0))
         asked = at < work.experts * work.up
-        while at < work.total:
+        if work.sides and at >= work.ups:
+            at = yield from self.taking.next()
+        while 0 <= at < work.total:
             there = work.rows[work.block(at)]
             if there or asked:
                 yield from self.box.tell(box, (at, there, place))
@@ -158,7 +196,10 @@ class Program:
                 place += work.steps(at)
             asked = False
             yield
-            at = work.take()
+            if work.sides:
+                at = yield from self.taking.next()
+            else:
+                at = work.count()
         yield from self.box.tell(box, END)
         if work.quant:
             yield from self.later.tell(later, END)
@@ -240,12 +281,13 @@ class Program:
 class Pairs(Program):
     """Of 4-bit weights: one group that multiplies, and is through with a stage before it gives it back"""
 
-    def __init__(self, work: Work) -> None:
-        super().__init__(work)
+    def __init__(self, work: Work, side: int = 0) -> None:
+        super().__init__(work, side)
         self.box = Mailbox(work.most, 3)
 
     def parts(self) -> list[Part]:
-        return [self._plan(), self._weights(), self._rows(), self._sums(0), self._round()]
+        found = [self._plan(), self._weights(), self._rows(), self._sums(0)]
+        return [*found, self._round()] if self.work.quant else found
 
     def _rows(self) -> Part:
         work, ring, turn = self.work, Ring(self.work.stages, 1), Ring(self.work.most, 0)
@@ -264,9 +306,9 @@ class Pairs(Program):
                         self.ready[done].arrive()
                         done = (done + 1) % work.stages
             else:
-                while work.flags[work.block(at)] < 2 * work.up:
+                while work.flags[work.block(at)] < work.up * (1 + work.quant):
                     yield
-                assert work.all_in(work.rounded, work.block(at)), "rows not there yet"
+                assert work.all_in(work.rounded if work.quant else work.made, work.block(at)), "rows not there yet"
                 yield from self._fetch(at, ring, self.x)
             at, _, place = yield from self.box.hear(turn)
 
@@ -292,8 +334,8 @@ class Pairs(Program):
 class Wide(Program):
     """Of many rows: both groups multiply at once, with factors that come with the second stage"""
 
-    def __init__(self, work: Work) -> None:
-        super().__init__(work)
+    def __init__(self, work: Work, side: int = 0) -> None:
+        super().__init__(work, side)
         self.free = [Barrier(2) for _ in range(work.stages)]
         self.factors = [-1, -1]
         self.units = 0
@@ -338,17 +380,20 @@ class Wide(Program):
             at, _, place = yield from self.box.hear(turn)
 
 
-def run(work: Work, programs: int, at_once: int, seed: int, patience: int = 20_000) -> None:
-    """All programs, `at_once` of them on the card, in some order; fails if nothing moves any more"""
+def run(
+    work: Work, programs: int, at_once: int, seed: int, patience: int = 20_000, sides: Sequence[int] = (0, 1)
+) -> None:
+    """All programs, `at_once` of them on the card, in some order; fails if nothing moves any more. `sides`: theirs, by
+    turns"""
     kind = Wide if work.groups == 2 else Program if work.lag is None else Pairs
     choose, waiting, running, still = random.Random(seed), programs, list[list[Part]](), 0
     while waiting or running:
         while waiting and len(running) < at_once:
-            running.append(kind(work).parts())
+            running.append(kind(work, sides[waiting % len(sides)]).parts())
             waiting -= 1
         parts = choose.choice(running)
         part = choose.choice(parts)
-        before = work.taken, len(work.made), sum(work.flags)
+        before = sum(work.taken), len(work.made), sum(work.flags)
         try:
             for _ in range(choose.choice((1, 1, 3, 20))):
                 next(part)
@@ -357,5 +402,5 @@ def run(work: Work, programs: int, at_once: int, seed: int, patience: int = 20_0
             running = [each for each in running if each]
             still = 0
             continue
-        still = 0 if before != (work.taken, len(work.made), sum(work.flags)) else still + 1
+        still = 0 if before != (sum(work.taken), len(work.made), sum(work.flags)) else still + 1
         assert still < patience * (1 + len(running)), "everybody waits"

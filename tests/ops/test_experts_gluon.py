@@ -4,8 +4,9 @@ sorted"), `scripts/bench_stream.py` and `scripts/bench_layers.py`."""
 
 from ops.triton_cpu import DEVICE  # isort: skip
 
-
+from collections.abc import Generator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,8 +20,8 @@ from diffusiongemma.ops.fused import Rows
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.stream_gluon import MOST, ROUNDS
 from diffusiongemma.ops.tiles import Shape
-from ops import hopper
-from ops.stream_model import Work, run
+from ops import hopper, stream_model
+from ops.stream_model import Taking, Work, run
 
 COMPILE = """
 import json, sys
@@ -48,7 +49,7 @@ print(json.dumps(facts(compiled(source, num_warps=4, maxnreg=112))))
 
 
 PAIRS = """
-import json
+import json, sys
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from diffusiongemma.ops.pairs_gluon import FEW, LAG, REGISTERS, STAGES, pairs_kernel
@@ -58,8 +59,13 @@ lines, rows = (gl.NVMMASharedLayout(width, 8, 2) for width in (128, 64))
 tile = f"tensordesc<u8[32, 128],{lines!r}>"
 types = dict(x="*fp8e4nv", x_scale="*fp32", w_up=tile, up_scale="*i32", w_down=tile, down_scale="*i32", hidden="*bf16",
              rounded="*fp8e4nv", h_rows=f"tensordesc<fp8e4nv[16, 64],{rows!r}>", h_scale="*fp32", out="*bf16",
-             order="*i32", share="*fp32", counts="*i32", beyond="*i32", marks="*i32", each="i32")
+             order="*i32", share="*fp32", counts="*i32", beyond="*i32", marks="*i32", each="i32", mask="i32")
 known = dict(D=256, I=192, APART=384, TOP_K=2, EXPERTS=16, T=32, STAGES=STAGES, LAG=LAG, FEW=FEW)
+sided = ("up_pages", "down_pages", "processors")
+if sys.argv[1] == "sided":
+    types |= dict.fromkeys(sided, "*i32")
+else:
+    known |= dict.fromkeys(sided)
 kinds = {name: types.get(name, "constexpr") for name in pairs_kernel.arg_names}
 source = GluonASTSource(pairs_kernel, kinds, known, aligned(kinds))
 print(json.dumps(facts(compiled(source, num_warps=4, maxnreg=REGISTERS))))
@@ -99,15 +105,15 @@ def check_code(found: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("kind", "block"), [("fp8e4nv", 32), ("bf16", 32), ("fp8e4nv", 64), ("bf16", 64)])
 def test_compiles_for_hopper_and_leaves_room_beside_it(kind: str, block: int) -> None:
     found = hopper.run(COMPILE, kind, block)
-    parts = 6 if kind == "fp8e4nv" else 5  # without rounding there is one part fewer, and nobody's warps make it up
     assert found["threads"] == 384, "two groups that multiply, and four single warps"
-    assert found["waits"] == parts, "every part waits by itself for the launch before"
+    assert found["waits"] == 6, "every part waits by itself for the launch before"
     check_code(found)
     assert found["shared"] + SLIM + 2048 <= 228 << 10, "the dense MLP does not fit beside it"
 
 
-def test_4_bit_experts_compile_for_hopper_and_leave_room_beside_two_programs() -> None:
-    found = hopper.run(PAIRS)
+@pytest.mark.parametrize("how", ["plain", "sided"])
+def test_4_bit_experts_compile_for_hopper_and_leave_room_beside_two_programs(how: str) -> None:
+    found = hopper.run(PAIRS, how)
     assert found["threads"] == 256, "one group that multiplies, and four single warps"
     assert found["waits"] == 5, "every part waits by itself for the launch before"
     check_code(found)
@@ -271,6 +277,50 @@ def test_the_work_ends_in_any_order(data: st.DataObject) -> None:
     programs = draw(st.sampled_from((1, 2, 5, 12)))
     run(made, programs, draw(st.integers(1, programs)), draw(st.integers(0, 1000)))
     check(made)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_the_work_of_two_sides_ends_in_any_order(data: st.DataObject) -> None:
+    """… also where only one side has programs, or has them first"""
+    draw = data.draw
+    experts = draw(st.sampled_from((2, 4, 8)))
+    rows = draw(st.lists(st.booleans(), min_size=experts, max_size=experts)) + [True] * draw(st.integers(0, 3))
+    stages = draw(st.sampled_from((2, 3, 5)))
+    sizes = {"down": draw(st.sampled_from((1, 2, 7))), "up_steps": draw(st.sampled_from((1, 2, 5))),
+             "down_steps": draw(st.sampled_from((1, 3))), "stages": stages, "quant": draw(st.integers(0, 1)),
+             "lag": draw(st.integers(1, stages - 1)), "sides": True}  # fmt: skip
+    made = work(rows, experts, draw(st.sampled_from((1, 2, 11, WIDE))), **sizes)
+    programs = draw(st.sampled_from((1, 2, 5, 12)))
+    sides = draw(st.sampled_from(((0, 1), (0,), (1,), (0, 0, 0, 1), (1, 1, 1, 1, 0))))
+    run(made, programs, draw(st.integers(1, programs)), draw(st.integers(0, 1000)), sides=sides)
+    check(made)
+
+
+def test_a_side_alone_takes_the_tiles_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would wait for the other, with more tiles to be rounded than it can remember."""
+    sizes = {"up": 11, "up_steps": 1, "lag": 1, "sides": True}
+    run(made := work([True] * 8, 8, **sizes), 2, 2, 0, sides=(1,))
+    check(made)
+    monkeypatch.setattr(stream_model.Program, "alone_at", 1000)
+    with pytest.raises(AssertionError, match="everybody waits"):
+        run(work([True] * 8, 8, **sizes), 2, 2, 0, patience=1000, sides=(1,))
+
+
+def test_each_side_takes_its_own_tiles() -> None:
+    """Where both are as quick"""
+    made, own = work([True] * 8, 8, 2, up_steps=1, lag=1, sides=True), [0, 0]
+    real = stream_model.Taking.next
+
+    def watched(taking: Taking) -> Generator[None, None, int]:
+        at = yield from real(taking)
+        if at >= 0:
+            own[at % 2 == taking.side] += 1
+        return at
+
+    with mock.patch.object(stream_model.Taking, "next", watched):
+        run(made, 4, 4, 3)
+    assert own[True] > 3 * own[False]
 
 
 def test_rows_are_told_of_before_their_place_is_needed_again() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diffusiongemma.ops import packed, packed_gluon, tiles
+from diffusiongemma.ops import packed, packed_gluon, sides, tiles
 from diffusiongemma.ops.packed import SEVEN, TWELVE, Packing
 from diffusiongemma.ops.quant import FP8, Format, quantize
 from diffusiongemma.ops.tiles import Shape
@@ -37,7 +37,8 @@ size = packing.size
 line, row = (gl.NVMMASharedLayout(bytes_, 8 * size, 2) for bytes_ in (128, 32))
 pieces = f"tensordesc<{'i16' if size == 2 else 'u8'}[16, {128 // size}],{line!r}>"
 types = dict(x=f"*{kind}", x_scale="*fp32", w_up=pieces, up_scale="*fp32", w_down=pieces, down_scale="*fp32",
-             hidden="*bf16", rounded=f"*{kind}", h_rows=f"tensordesc<{kind}[{block}, {32 // size}],{row!r}>",
+             up_pages="*i32", down_pages="*i32", processors="*i32", mask="i32", hidden="*bf16", rounded=f"*{kind}",
+             h_rows=f"tensordesc<{kind}[{block}, {32 // size}],{row!r}>",
              h_scale="*fp32", out="*bf16", order="*i32", share="*fp32", counts="*i32", beyond="*i32", marks="*i32",
              each="i32")
 known = dict(D=2816, I=704, APART=1408 // size, TOP_K=8, EXPERTS=128, T=block, SLOTS=packing.slots, LEFT=packing.left,
@@ -166,7 +167,6 @@ def test_where_a_kernel_finds_a_product() -> None:
                                               (TWELVE, False, (128, 96)), (TWELVE, True, (128, 128))):  # fmt: skip
         q, _ = packed.shrunk(rows_of(packing, 2, outputs, inputs), packing)
         lying = packed.pack(q, packing, gated)
-        assert lying.nbytes == packed.bytes_of(q, packing)
         lines = lying.view(-1, 128)
         x, found = torch.randn(inputs, 3, dtype=torch.float64), torch.zeros(2, outputs, 3, dtype=torch.float64)
         halves, tiles_of_expert = inputs * packing.size // 64, outputs // 128
@@ -201,15 +201,49 @@ def test_experts_are_rounded_and_packed(packing: Packing, monkeypatch: pytest.Mo
     up, down = rows_of(packing, 3, 256, 256), rows_of(packing, 3, 256, 128)
     assert packed.fits(up, down) is packing
     scales = (torch.rand(3, 256, 1), torch.rand(3, 256, 1)) if packing is SEVEN else (None, None)
-    wanted = [near(w, packing) for w in (up, down)]
-    found = packed.round_and_pack(packing, up, scales[0], down, scales[1])
+    wanted = [near(w, packing).float() * (1 if s is None else s) for w, s in zip((up, down), scales, strict=True)]
+    found = packed.round_and_pack(packing, up, scales[0], down, scales[1], sides.none(torch.device("cpu")))
     both = (found.up, found.up_scale, True), (found.down, found.down_scale, False)
     for w, want, scale, (lying, factor, gated) in zip((up, down), wanted, scales, both, strict=True):
-        assert torch.equal(w, want), "the plain ones are not rounded"
-        q = packed.unpack(lying, packing, (w.shape[1], w.shape[2]), gated)
         plain = w.float() if scale is None else w.float() * scale
-        assert torch.allclose(packed.lifted(q, packing).float() * factor, plain, rtol=1e-6, atol=0)
-    assert found.nbytes == sum(packed.bytes_of(w, packing) for w in (up, down)) + 2 * 3 * 256 * 4
+        assert torch.equal(plain, want), "the plain ones are not rounded"
+        tiles_ = sides.laid_back(lying).view(3, w.shape[1] // 128, -1, 128)
+        q = packed.unpack(tiles_, packing, (w.shape[1], w.shape[2]), gated)
+        assert torch.equal(packed.lifted(q, packing).float() * factor, plain)
+        if (
+            scale is not None
+        ):  # products with the same numbers have the same bits; of those twice as large they have not
+            assert torch.equal(q.view(torch.uint8), w.view(torch.uint8))
+            assert factor is scale
+    assert found.nbytes == sum(sided.tiles * sided.size for sided in (found.up, found.down)) + 2 * 3 * 256 * 4
+    assert found.name == packing.name
+    for w, lying in ((up, found.up), (down, found.down)):
+        assert lying.lines.nbytes <= packed.bytes_of(w, packing) <= lying.lines.nbytes + sides.PAGE
+    again = packed.round_and_pack(packing, up.clone(), scales[0], down.clone(), scales[1], found.up.sides)
+    assert torch.equal(again.up.lines, found.up.lines), "what is rounded stays as it is"
+    assert torch.equal(again.up_scale, found.up_scale)
+
+
+def test_4_bit_experts_lie_by_side_as_they_are() -> None:
+    up, down = (
+        torch.randint(256, (2, tiles_, groups, 64, 64), dtype=torch.uint8) for tiles_, groups in ((3, 4), (2, 3))
+    )
+    scales = [torch.randint(1 << 30, w.shape[:4], dtype=torch.int32) for w in (up, down)]
+    assert packed.lie_in_pairs(up, down)
+    assert packed.fits(up, down) is None
+    found = packed.by_side(up, scales[0], down, scales[1], sides.none(torch.device("cpu")))
+    for w, scale, lying, factor in (
+        (up, scales[0], found.up, found.up_scale),
+        (down, scales[1], found.down, found.down_scale),
+    ):
+        assert torch.equal(sides.laid_back(lying).view(w.shape), w)
+        assert factor is scale
+        assert lying.lines.nbytes <= packed.bytes_of(w, None) <= lying.lines.nbytes + sides.PAGE
+    assert found.nbytes == sum(t.nbytes for t in (up, down, *scales))
+    assert found.name == "4 bits by side"
+    assert not packed.lie_in_pairs(up[:1], down), "an odd number of tiles"
+    assert not packed.lie_in_pairs(up[..., :32], down), "groups of 32"
+    assert not packed.lie_in_pairs(up.to(torch.int32), down)
 
 
 def test_which_experts_can_be_packed() -> None:
@@ -218,6 +252,7 @@ def test_which_experts_can_be_packed() -> None:
     assert packed.fits(up, down.to(torch.bfloat16)) is None
     assert packed.fits(up.to(torch.int8), down.to(torch.int8)) is None
     assert packed.fits(torch.empty(2, 64, 256, dtype=FP8), torch.empty(2, 256, 32, dtype=FP8)) is None
+    assert packed.fits(up[:1], down[:1]) is None, "one tile of the first product is no pair"
 
 
 # ---- instructions ------------------------------------------------------------------------------------------------
@@ -280,7 +315,7 @@ def test_compiles_for_hopper_and_leaves_room(packing: Packing, block: int) -> No
     wide = packing.size == 2
     found = hopper.run(COMPILE, "bf16" if wide else "fp8e4nv", block)
     assert found["threads"] == 256, "one group that multiplies, and four single warps"
-    assert found["waits"] == (4 if wide else 5), "every part waits by itself for the launch before"
+    assert found["waits"] == 5, "every part waits by itself for the launch before"
     assert len(found["products"]) == (32 if wide else 40)
     assert not found["serialised"], "the tensor cores wait after every product"
     assert not found["unguarded"], "told before all warps are there"

@@ -34,7 +34,11 @@ Random = Annotated[bool, typer.Option("--random-weights", help="Only the geometr
 Quant = Annotated[str | None, typer.Option(help="bf16, fp8, int8 or int4.  [what the device or checkpoint has]")]
 Group = Annotated[int | None, typer.Option(help="int4: numbers that share a scale, 32 or 64.  [64]")]
 Packed = Annotated[
-    bool, typer.Option("--packed", help="Experts a second time in fewer bits, for few users (fp8, bf16; Hopper cards).")
+    bool | None,
+    typer.Option(
+        "--packed/--no-packed",
+        help="Experts a second time, as passes of few users read them best (Hopper cards).  [where memory is to spare]",
+    ),
 ]
 Device = Annotated[str, typer.Option(help="Where to compute: auto, cpu, cuda.")]
 Prefix = Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")]
@@ -55,7 +59,7 @@ def step(
     random_weights: Random = False,
     quant: Quant = None,
     group: Group = None,
-    packed: Packed = False,
+    packed: Packed = None,
     users: Users = 1,
     prefix: Prefixes = "512",
     steps: Annotated[int, typer.Option(min=4, help="Steps that are timed.")] = 48,
@@ -80,7 +84,7 @@ def e2e(
     random_weights: Random = False,
     quant: Quant = None,
     group: Group = None,
-    packed: Packed = False,
+    packed: Packed = None,
     prefix: Prefix = 512,
     tokens: Annotated[int | None, typer.Option(min=1, help="New tokens.  [four canvases]")] = None,
     steps: Steps = 16,
@@ -104,7 +108,7 @@ def batch(
     random_weights: Random = False,
     quant: Quant = None,
     group: Group = None,
-    packed: Packed = False,
+    packed: Packed = None,
     users: UserList = "1,2,4,8,16,32",
     prefix: Prefix = 512,
     tokens: Annotated[int | None, typer.Option(min=1, help="New tokens of each user.  [two canvases]")] = None,
@@ -154,7 +158,7 @@ def prefill(
     random_weights: Random = False,
     quant: Quant = None,
     group: Group = None,
-    packed: Packed = False,
+    packed: Packed = None,
     prefix: Prefixes = "512,2048,8192,32768",
     repeat: Repeat = 3,
     device: Device = "auto",
@@ -216,7 +220,7 @@ def suite(
     random_weights: Random = False,
     quant: Quant = None,
     group: Group = None,
-    packed: Packed = False,
+    packed: Packed = None,
     users: Annotated[str, typer.Option(help="Of batch and ar: several numbers with commas.")] = "1,2,4,8,16,32",
     prefix: Annotated[int, typer.Option(min=1, help="Tokens of the prompt, of all parts but memory.")] = 512,
     long: Annotated[int, typer.Option(min=1, help="The prefix that `long` compares with --prefix.")] = 32_768,
@@ -276,7 +280,7 @@ def numbers(option: str, text: str) -> tuple[int, ...]:
 
 
 def _target(
-    preset: str, random_weights: bool, quant: str | None, group: int | None, device: str, packed: bool = False
+    preset: str, random_weights: bool, quant: str | None, group: int | None, device: str, packed: bool | None = None
 ) -> Target:
     from diffusiongemma.bench.subject import Target
 

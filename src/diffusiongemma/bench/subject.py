@@ -40,7 +40,7 @@ class Target:
     quant: str | None = None  # None: as the device likes it, or as the checkpoint has it
     group: int | None = None
     device: str = "auto"
-    packed: bool | None = False  # as `Limits.packed`
+    packed: bool | None = None  # as `Limits.packed`
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Subject:
     random: bool
     making_seconds: float
     making_peak: int  # bytes on the device (a CPU: of the process)
-    packed: bool | None = False
+    packed: bool | None = None
     cold_seconds: float | None = None  # from weights in memory to the first block, if an engine has started yet
 
     @classmethod

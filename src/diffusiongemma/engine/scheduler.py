@@ -28,9 +28,9 @@ class Limits:
     # Tokens that one tick encodes, so that prompts do not stall canvases; None: as the device likes it, `Runner.chunk`,
     # and as much as it has room for, `Runner.room`, where no canvas is under way.
     chunk: int | None = None
-    # The experts a second time, in fewer bits, for passes of few users on a Hopper card (`model/packed.py`).
-    # None: where there is memory to spare. Off until it has been measured on a card.
-    packed: bool | None = False
+    # The experts a second time, as passes of few users on a Hopper card read them best (`model/packed.py`); that rounds
+    # a few of the model's numbers. None: where there is memory to spare.
+    packed: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_rows", "max_bytes", "chunk"):

@@ -54,7 +54,7 @@ class Ops:
     linear: Callable[..., Tensor]  # x [N, K], weight of [O, K] -> [N, O]
     geglu: Callable[..., Rows]  # x [N, K], weight of [2 O, K] -> [N, O], in fp8 where x is
     # x, index, weight [N, k], up, down -> [N m, D]: a row for each of a token's experts, or (m = 1) their sum
-    # `placed`: from `place`, where that was used; the weights are in it. `packed`: up and down once more, in fewer bits
+    # `placed`: from `place`, where that was used; the weights are in it. `packed`: up and down once more
     experts: Callable[..., Tensor]
     vocab_end: Callable[..., Reading]  # as `vocab_triton.vocab_end`
     draws: Callable[..., tuple[Tensor, Tensor]]
@@ -171,12 +171,9 @@ def _torch_vocab_end(
 # ---- Triton ------------------------------------------------------------------------------------------------------
 
 
-def triton_ops(
-    exact: bool = False, few: bool = True, stream: bool = True, cpp: bool = True, norms: bool = False
-) -> Ops:
+def triton_ops(exact: bool = False, few: bool = True, stream: bool = True, cpp: bool = True) -> Ops:
     """Import only where `kernels.unavailable` has found nothing. `few`: off, a few rows go the way of many; `stream`:
-    off, each product of the experts is a kernel of its own everywhere; `cpp`: off, no kernel in CUDA C++ is used;
-    `norms`: on, those behind attention and experts are in CUDA C++, too, which no card has run yet."""
+    off, each product of the experts is a kernel of its own everywhere; `cpp`: off, no kernel in CUDA C++ is used."""
     from diffusiongemma.ops import (
         attention_join_triton,
         attention_triton,
@@ -189,7 +186,6 @@ def triton_ops(
         product_triton,
         router_one_triton,
         router_triton,
-        rows_cuda,
         rows_triton,
         sampler_triton,
         sweep_triton,
@@ -197,23 +193,6 @@ def triton_ops(
     )
 
     few_rows = few_triton.FEW if few and not exact else 0
-
-    def after_attention(
-        x: Tensor, branch: Tensor, post: Tensor, dense: Tensor, sparse: Tensor, eps: float,
-        quant: torch.dtype | None = None, eager: bool = False,
-    ) -> tuple[Tensor, Rows, Rows]:  # fmt: skip
-        ours = cpp and norms and rows_cuda.unfit(x, (branch,), (post, dense, sparse), quant) is None
-        make = rows_cuda.after_attention if ours else norm_triton.after_attention
-        return make(x, branch, post, dense, sparse, eps, quant, eager)
-
-    def after_feed_forward(
-        x: Tensor, dense: Tensor, sparse: Tensor, weights: tuple[Tensor, Tensor, Tensor], scalar: Tensor,
-        following: Tensor, eps: float, quant: torch.dtype | None = None, behind: tuple[int, Tensor] | None = None,
-    ) -> tuple[Tensor, Rows]:  # fmt: skip
-        given = (*weights, following, scalar, *(() if behind is None else behind[1:]))
-        ours = cpp and norms and rows_cuda.unfit(x, (dense, sparse), given, quant) is None
-        make = rows_cuda.after_feed_forward if ours else norm_triton.after_feed_forward
-        return make(x, dense, sparse, weights, scalar, following, eps, quant, behind)
 
     def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         if dtype != FP8:
@@ -291,8 +270,8 @@ def triton_ops(
     return Ops(
         "triton",
         norm_triton.norm_rows,
-        after_attention,
-        after_feed_forward,
+        norm_triton.after_attention,
+        norm_triton.after_feed_forward,
         quantize_rows,
         heads_triton.rope_at,
         heads_triton.split_heads,

@@ -1,14 +1,18 @@
-"""The experts' weights a second time, packed (`ops/packed.py`), for passes that wait for them to come from memory.
+"""The experts' weights a second time, as passes of few users read them best, which wait for them to come from memory.
 
-A pass of one to three users reads the packed ones, all others the plain ones. Both are the same numbers, so that no
-text depends on who else writes: what has no place in a packed row is rounded in the plain one, too. Of rows that are
-about normally distributed that changes less than a hundredth of what their number format itself has lost; a layer of
-which it would change a tenth stays as it is (`Packing.most`).
+They are laid out by side (`ops/sides.py`): each multiprocessor reads what is near. Those in fp8 and bfloat16 are also
+packed (`ops/packed.py`), in 7 and 12 bits. A pass of one to three users (of 4 bits: of one) reads these, all others the
+plain ones. Both are the same numbers, so that no text depends on who else writes: what has no place in a packed row is
+rounded in the plain one, too. Of rows that are about normally distributed that changes less than a hundredth of what
+their number format itself has lost; a layer of which it would change a tenth stays as it is (`Packing.most`).
+
+The plain weights are changed where they lie, so nobody else may be at work with them meanwhile.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -20,8 +24,9 @@ from diffusiongemma.model.backend import Ops
 from diffusiongemma.model.layers import Experts
 from diffusiongemma.model.network import DiffusionGemma
 from diffusiongemma.ops.memory import is_out_of_memory
-from diffusiongemma.ops.packed import Packed, Packing, bytes_of, fits, lost, round_and_pack
+from diffusiongemma.ops.packed import Packed, Packing, by_side, bytes_of, fits, lie_in_pairs, lost, round_and_pack
 from diffusiongemma.ops.quantized import QuantExperts
+from diffusiongemma.ops.sides import Sides, sides_of
 
 log = logging.getLogger(__name__)
 _packed: WeakKeyDictionary[nn.Module, Packed] = WeakKeyDictionary()  # by experts: as long as they live
@@ -31,11 +36,25 @@ class _Plain(NamedTuple):
     """The experts of a layer"""
 
     module: nn.Module
-    packing: Packing
-    up: Tensor  # [E, 2 I, D]
+    packing: Packing | None  # None: of 4-bit weights, which are not packed
+    up: Tensor  # [E, 2 I, D], or tiles
     up_scale: Tensor | None
     down: Tensor  # [E, D, I]
     down_scale: Tensor | None
+
+    def lost(self) -> float:
+        """What packing changes, of the norm of the expert that loses most; NaN, where there is one"""
+        if self.packing is None:
+            return 0.0
+        changes = [lost(w, self.packing) for w in (self.up, self.down)]
+        return sum(changes) if any(map(math.isnan, changes)) else max(changes)
+
+    def packed(self, sides: Sides) -> Packed:
+        if self.packing is not None:
+            return round_and_pack(self.packing, self.up, self.up_scale, self.down, self.down_scale, sides)
+        assert self.up_scale is not None
+        assert self.down_scale is not None
+        return by_side(self.up, self.up_scale, self.down, self.down_scale, sides)
 
 
 def packed_of(experts: nn.Module) -> Packed | None:
@@ -43,18 +62,21 @@ def packed_of(experts: nn.Module) -> Packed | None:
 
 
 def packings(model: DiffusionGemma) -> list[str]:
-    """How the experts of this network are packed, in words; empty: they are not"""
+    """How the experts of this network lie in memory once more, in words; empty: they do not"""
     found = (packed_of(plain.module) for plain in _plain(model))
-    return list(dict.fromkeys(packed.packing.name for packed in found if packed is not None))
+    return list(dict.fromkeys(packed.name for packed in found if packed is not None))
 
 
 def unpackable(model: DiffusionGemma, ops: Ops) -> str | None:
-    """Why packed experts would be read nowhere, or None"""
+    """Why packed experts would be read nowhere, or gain nothing, or None"""
     if (plain := next(_plain(model), None)) is None:
-        return "experts are neither fp8 nor bfloat16, or their rows do not divide into tiles"
+        return "experts are neither fp8 nor bfloat16 nor of 4 bits in groups of 64, or do not divide into tiles"
     weights = (plain.up, plain.up_scale), (plain.down, plain.down_scale)
-    streamed = ops.streams(model.config.canvas_length, model.config.top_k_experts, *weights)
-    return None if streamed else "experts are not streamed here: that takes a Hopper card and a known version of Triton"
+    if not ops.streams(model.config.canvas_length, model.config.top_k_experts, *weights):
+        return "experts are not streamed here: that takes a Hopper card and a known version of Triton"
+    if plain.packing is None and not sides_of(model.device).both:
+        return "4-bit experts gain nothing where the L2 cache has no sides, or they could not be found"
+    return None
 
 
 def packed_bytes(model: DiffusionGemma) -> int:
@@ -66,15 +88,14 @@ def packed_bytes(model: DiffusionGemma) -> int:
 def pack_experts(model: DiffusionGemma) -> int:
     """Pack the experts of every layer in which that changes hardly anything -> in how many layers they are packed.
     Where memory runs out, what is left stays as it is."""
-    count, left = 0, list[str]()
+    count, left, sides = 0, list[str](), sides_of(model.device)
     for at, plain in enumerate(_plain(model)):
         if plain.module not in _packed:
-            changes = [lost(w, plain.packing) for w in (plain.up, plain.down)]
-            if not all(change <= plain.packing.most for change in changes):  # NaN is never within a limit
-                left.append(f"{at} by {changes[0]:.2%} and {changes[1]:.2%}")
+            if plain.packing is not None and not (change := plain.lost()) <= plain.packing.most:  # NaN never is
+                left.append(f"{at} by {change:.2%}")
                 continue
             try:
-                _packed[plain.module] = round_and_pack(*plain[1:])
+                _packed[plain.module] = plain.packed(sides)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -96,5 +117,6 @@ def _plain(model: DiffusionGemma) -> Iterator[_Plain]:
         else:
             assert isinstance(experts, Experts)
             weights = (up.data, None, down.data, None)
-        if packing := fits(weights[0], weights[2]):
+        packing = fits(weights[0], weights[2])
+        if packing is not None or lie_in_pairs(weights[0], weights[2]):
             yield _Plain(experts, packing, *weights)

@@ -49,6 +49,7 @@ from diffusiongemma.ops.stream_gluon import (
     following,
     gated,
     hear,
+    idle_part,
     mailbox,
     plan_part,
     ring_barriers,
@@ -189,7 +190,7 @@ def experts_kernel(x, x_scale, w_up, up_scale, w_down, down_scale, hidden, round
             (rows_part, (x, h_rows, order, xs, ready, free, box, told, heard, counts, flags, D, I, EXPERTS, TOP_K, T,
                          BK, STAGES, SIZE, DONE)),
             (plan_part, (box, told, heard, guess, guessed, unused, later, later_told, later_heard, counts, beyond,
-                         marks, each, UP, D // 128, UP_STEPS, DOWN_STEPS, EXPERTS, T, True)),
+                         marks, None, each, UP, D // 128, UP_STEPS, DOWN_STEPS, EXPERTS, T, True)),
             (round_part, (hidden, rounded, h_scale, later, later_told, later_heard, flags, I, APART, WIDTH, UP)),
         ], [4, 1, 1, 1, 1], [REGISTERS, FEW, FEW, FEW, FEW])  # fmt: skip
     else:
@@ -203,8 +204,9 @@ def experts_kernel(x, x_scale, w_up, up_scale, w_down, down_scale, hidden, round
             (rows_part, (x, h_rows, order, xs, ready, free, box, told, heard, counts, flags, D, I, EXPERTS, TOP_K, T,
                          BK, STAGES, SIZE, DONE)),
             (plan_part, (box, told, heard, guess, guessed, unused, later, later_told, later_heard, counts, beyond,
-                         marks, each, UP, D // 128, UP_STEPS, DOWN_STEPS, EXPERTS, T, False)),
-        ], [4, 1, 1, 1], [REGISTERS, FEW, FEW, FEW])  # fmt: skip
+                         marks, None, each, UP, D // 128, UP_STEPS, DOWN_STEPS, EXPERTS, T, False)),
+            (idle_part, ()),
+        ], [4, 1, 1, 1, 1], [REGISTERS, FEW, FEW, FEW, FEW])  # fmt: skip
 
 
 def tiles_of(w: Tensor, rows: int) -> Any:

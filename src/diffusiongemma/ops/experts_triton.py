@@ -122,7 +122,7 @@ def _streamed(
     x: Rows, placed: Placed, packed: Packed | None, up_q: Tensor, up_scale: Tensor | None, down_q: Tensor,
     down_scale: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    if packed is not None:
+    if packed is not None and packed.packing is not None:
         from diffusiongemma.ops.packed_gluon import packed_streamed
 
         return packed_streamed(x, placed, packed)
@@ -134,7 +134,7 @@ def _streamed(
 
     assert up_scale is not None
     assert down_scale is not None
-    return pairs_streamed(x, placed, up_q, up_scale, down_q, down_scale)
+    return pairs_streamed(x, placed, up_q, up_scale, down_q, down_scale, packed)
 
 
 def experts_rows(x: Rows, index: Tensor, weight: Tensor, up_q: Tensor, up_scale: Tensor | None, down_q: Tensor,

@@ -70,7 +70,7 @@ class Tiles:
         ))  # fmt: skip
 
 
-Argument = Tensor | Tiles | int | float | None  # None: a pointer to nothing
+Argument = Tensor | Tiles | int
 
 
 @dataclass
@@ -127,11 +127,7 @@ def _argument(arg: Argument) -> tuple[int, Any]:
     if isinstance(arg, Tiles):
         described = arg.described()
         return int(described.getPtr()), described
-    held: Any
-    if arg is None or isinstance(arg, Tensor):
-        held = ctypes.c_void_p(None if arg is None else arg.data_ptr())
-    else:
-        held = ctypes.c_float(arg) if isinstance(arg, float) else ctypes.c_int(arg)
+    held = ctypes.c_void_p(arg.data_ptr()) if isinstance(arg, Tensor) else ctypes.c_int(arg)
     return ctypes.addressof(held), held
 
 

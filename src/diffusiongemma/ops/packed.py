@@ -34,6 +34,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from diffusiongemma.ops import sides
+from diffusiongemma.ops.sides import Sided, Sides, lay_out
+
 FP8 = torch.float8_e4m3fn
 LINE = 128  # bytes
 ROWS = 64  # of a piece
@@ -132,16 +135,22 @@ def restored(q: Tensor, back: Tensor, packing: Packing) -> Tensor:
 
 @dataclass(frozen=True)
 class Packed:
-    """The experts of a layer: pieces [E, tiles, lines, LINE], and what a row's sums are multiplied by [E, O, 1]"""
+    """The experts of a layer once more: tiles by side, and what a row's sums are multiplied by, [E, O, 1]; of 4-bit
+    weights, which are as they were but for their place (`packing` is None), the scales of `int4.pack_pairs`"""
 
-    packing: Packing
-    up: Tensor
+    packing: Packing | None
+    up: Sided
     up_scale: Tensor
-    down: Tensor
+    down: Sided
     down_scale: Tensor
 
     @property
+    def name(self) -> str:
+        return "4 bits by side" if self.packing is None else self.packing.name
+
+    @property
     def nbytes(self) -> int:
+        """That are read: where scales are those of the plain weights, they lie there once"""
         return sum(t.nbytes for t in (self.up, self.up_scale, self.down, self.down_scale))
 
 
@@ -150,17 +159,26 @@ def fits(up: Tensor, down: Tensor) -> Packing | None:
     packing = PACKINGS.get(up.dtype)
     if packing is None or up.dtype != down.dtype:
         return None
-    hidden, width = down.shape[1:]
-    whole = hidden % 128 == 0 and width % 64 == 0  # tiles, whose rows are whole halves of a stage
+    (experts, hidden, width) = down.shape
+    whole = hidden % 128 == width % 64 == 0  # tiles, whose rows are whole halves of a stage
+    whole = whole and experts * hidden % 256 == experts * width % 128 == 0  # … in pairs
     return packing if whole else None
 
 
-def bytes_of(w: Tensor, packing: Packing) -> int:
-    """What [E, O, K] takes when it is packed, without scales"""
+def lie_in_pairs(up: Tensor, down: Tensor) -> bool:
+    """Are these 4-bit weights, of tiles as `int4.pack_pairs` has them, [E, tiles, groups, 64, 64]?"""
+    return all(w.dtype == torch.uint8 and w.shape[-2:] == (ROWS, ROWS) and w[..., 0, 0, 0].numel() % 2 == 0
+               for w in (up, down))  # fmt: skip
+
+
+def bytes_of(w: Tensor, packing: Packing | None) -> int:
+    """What a weight takes when it is packed, or laid out by side, without scales"""
+    if packing is None:
+        return sides.bytes_of(w.shape[0] * w.shape[1], w[0, 0].numel())
     experts, outputs, inputs = w.shape
     halves = inputs * packing.size * 2 // LINE
     pieces = halves // 2 * packing.slots + halves % 2 * packing.left
-    return experts * outputs // (2 * ROWS) * pieces * ROWS * STEP
+    return sides.bytes_of(experts * outputs // (2 * ROWS), pieces * ROWS * STEP)
 
 
 # ---- layout ------------------------------------------------------------------------------------------------------
@@ -193,22 +211,34 @@ def lost(w: Tensor, packing: Packing) -> float:
 
 
 def round_and_pack(
-    packing: Packing, up: Tensor, up_scale: Tensor | None, down: Tensor, down_scale: Tensor | None
+    packing: Packing, up: Tensor, up_scale: Tensor | None, down: Tensor, down_scale: Tensor | None, sides: Sides
 ) -> Packed:
-    """up [E, 2 I, D], down [E, D, I], and a scale a row, packed; they themselves are rounded to what has a place"""
-    return Packed(packing, *_rounded(up, up_scale, packing, True), *_rounded(down, down_scale, packing, False))
+    """up [E, 2 I, D], down [E, D, I], and a scale a row, packed; they themselves are rounded to what has a place. Where
+    they have scales, these take what rows are multiplied by: then tensor cores get the same numbers of both, for they
+    do not give the same bits for all rows that are twice as large (the smallest numbers of fp8 count for more)."""
+    return Packed(
+        packing, *_rounded(up, up_scale, packing, True, sides), *_rounded(down, down_scale, packing, False, sides)
+    )
 
 
-def _rounded(w: Tensor, scale: Tensor | None, packing: Packing, gated: bool) -> tuple[Tensor, Tensor]:
+def by_side(up: Tensor, up_scale: Tensor, down: Tensor, down_scale: Tensor, sides: Sides) -> Packed:
+    """4-bit weights as `int4.pack_pairs` has them"""
+    return Packed(None, lay_out(up.flatten(2).flatten(0, 1), sides), up_scale,
+                  lay_out(down.flatten(2).flatten(0, 1), sides), down_scale)  # fmt: skip
+
+
+def _rounded(w: Tensor, scale: Tensor | None, packing: Packing, gated: bool, sides: Sides) -> tuple[Sided, Tensor]:
     """-> packed, and what a row's sums are multiplied by"""
     parts, backs = list[Tensor](), list[Tensor]()
     for some in _some(w):
         q, back = shrunk(some, packing)
-        parts.append(pack(q, packing, gated))
+        parts.append(pack(q, packing, gated).flatten(2).flatten(0, 1))
         backs.append(back)
-        some.copy_(restored(q, back, packing))
+        some.copy_(restored(q, back, packing) if scale is None else q)
     back = torch.cat(backs)
-    return torch.cat(parts), back if scale is None else scale * back
+    if scale is not None:
+        back = scale.mul_(back)
+    return lay_out(torch.cat(parts), sides), back
 
 
 def _some(w: Tensor) -> tuple[Tensor, ...]:

@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
+from diffusiongemma.ops.sides_gluon import line_of, pages_of
 from diffusiongemma.ops.stream_gluon import (
     MOST,
     barrier,
@@ -28,32 +29,36 @@ from diffusiongemma.ops.stream_gluon import (
 
 
 @gluon.jit
-def _stage_of(w, line, ring, ready, free, stage, phase, PIECES: gl.constexpr, SLOTS: gl.constexpr,
+def _stage_of(w, where, tile, piece, mask, ring, ready, free, stage, phase, PIECES: gl.constexpr, SLOTS: gl.constexpr,
               STAGES: gl.constexpr):  # fmt: skip
+    first, one, two = where
     mbarrier.wait(free.index(stage), phase)
     mbarrier.expect(ready.index(stage), PIECES * 2048)
     for n in gl.static_range(PIECES):
-        bulk_copy(w, [line + n * 16, 0], ready.index(stage), ring.index(stage * SLOTS + n))
+        line = line_of(first, one, two, tile, (piece + n) // 2, mask) + (piece + n) % 2 * 16
+        bulk_copy(w, [line, 0], ready.index(stage), ring.index(stage * SLOTS + n))
     return following(stage, phase, STAGES)
 
 
 @gluon.jit
-def _fetch(w, tile, ring, ready, free, stage, phase, HALVES: gl.constexpr, SLOTS: gl.constexpr, LEFT: gl.constexpr,
-           STAGES: gl.constexpr):  # fmt: skip
+def _fetch(w, pages, mask, tile, ring, ready, free, stage, phase, HALVES: gl.constexpr, SLOTS: gl.constexpr,
+           LEFT: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """A tile of so many half stages"""
-    line = tile * ((HALVES // 2 * SLOTS + HALVES % 2 * LEFT) * 16)
+    PIECES: gl.constexpr = HALVES // 2 * SLOTS + HALVES % 2 * LEFT
+    where = pages_of(pages, tile, (PIECES + 1) // 2)
     for k in range(HALVES // 2):
-        stage, phase = _stage_of(w, line + k * (SLOTS * 16), ring, ready, free, stage, phase, SLOTS, SLOTS, STAGES)
+        stage, phase = _stage_of(w, where, tile, k * SLOTS, mask, ring, ready, free, stage, phase, SLOTS, SLOTS,
+                                 STAGES)  # fmt: skip
     if HALVES % 2 == 1:
-        line += HALVES // 2 * (SLOTS * 16)
-        stage, phase = _stage_of(w, line, ring, ready, free, stage, phase, LEFT, SLOTS, STAGES)
+        stage, phase = _stage_of(w, where, tile, HALVES // 2 * SLOTS, mask, ring, ready, free, stage, phase, LEFT,
+                                 SLOTS, STAGES)  # fmt: skip
     return stage, phase
 
 
 @gluon.jit
-def weights_part(w_up, w_down, ring, ready, free, box, told, heard, guess, guessed, unused, counts, each,
-                 D: gl.constexpr, I: gl.constexpr, EXPERTS: gl.constexpr, SLOTS: gl.constexpr, LEFT: gl.constexpr,
-                 STAGES: gl.constexpr):  # fmt: skip
+def weights_part(w_up, w_down, up_pages, down_pages, mask, ring, ready, free, box, told, heard, guess, guessed, unused,
+                 counts, each, D: gl.constexpr, I: gl.constexpr, EXPERTS: gl.constexpr, SLOTS: gl.constexpr,
+                 LEFT: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     UP: gl.constexpr = I // 64
     DOWN: gl.constexpr = D // 128
     SIZE: gl.constexpr = ring.dtype.primitive_bitwidth // 8
@@ -65,17 +70,18 @@ def weights_part(w_up, w_down, ring, ready, free, box, told, heard, guess, guess
     at, start, end, place, slot, turn = hear(guess, guessed, unused, slot, turn, 1)
     asked = at < EXPERTS * UP
     if asked:
-        stage, phase = _fetch(w_up, at, ring, ready, free, stage, phase, D * SIZE // 64, SLOTS, LEFT, STAGES)
+        stage, phase = _fetch(w_up, up_pages, mask, at, ring, ready, free, stage, phase, D * SIZE // 64, SLOTS, LEFT,
+                              STAGES)  # fmt: skip
     ups, at, start, end, place, slot, turn = begin(box, told, heard, counts, EXPERTS, UP)
     while at >= 0:
         expert = start // each
         if not asked:
             if at < ups:
-                stage, phase = _fetch(w_up, expert * UP + at % UP, ring, ready, free, stage, phase, D * SIZE // 64,
-                                      SLOTS, LEFT, STAGES)  # fmt: skip
+                stage, phase = _fetch(w_up, up_pages, mask, expert * UP + at % UP, ring, ready, free, stage, phase,
+                                      D * SIZE // 64, SLOTS, LEFT, STAGES)  # fmt: skip
             else:
-                stage, phase = _fetch(w_down, expert * DOWN + (at - ups) % DOWN, ring, ready, free, stage, phase,
-                                      I * SIZE // 64, SLOTS, LEFT, STAGES)  # fmt: skip
+                stage, phase = _fetch(w_down, down_pages, mask, expert * DOWN + (at - ups) % DOWN, ring, ready, free,
+                                      stage, phase, I * SIZE // 64, SLOTS, LEFT, STAGES)  # fmt: skip
         asked = False
         at, start, end, place, slot, turn = hear(box, told, heard, slot, turn, MOST)
     let_next()

@@ -46,6 +46,7 @@ from diffusiongemma.ops.stream_gluon import (
     following,
     gated,
     hear,
+    idle_part,
     mailbox,
     plan_part,
     ring_barriers,
@@ -56,7 +57,7 @@ from diffusiongemma.ops.stream_gluon import (
 PROGRAMS = 2  # of a multiprocessor
 STAGES = 3  # of a program: with more of them, or more registers, the dense MLP has no room
 LAG = 1  # stages
-REGISTERS, FEW = 96, 40  # of a thread, before parts give back what they do not need, and of the single warps
+REGISTERS, FEW = 96, 48  # of a thread, before parts give back what they do not need, and of the single warps
 OF_SEVEN, OF_TWELVE = (gl.constexpr(code(packing)) for packing in (SEVEN, TWELVE))
 BOUND_SEVEN, BOUND_TWELVE = (gl.constexpr(constraints(packing)) for packing in (SEVEN, TWELVE))
 
@@ -237,11 +238,12 @@ def _sums_part(x_scale, up_scale, down_scale, hidden, h_scale, out, order, share
         at, start, end, place, slot, turn = hear(box, told, heard, slot, turn, MOST)
 
 
-@gluon.jit(do_not_specialize=["each"])
-def packed_kernel(x, x_scale, w_up, up_scale, w_down, down_scale, hidden, rounded, h_rows, h_scale, out, order, share,
-                  counts, beyond, marks, each, D: gl.constexpr, I: gl.constexpr, APART: gl.constexpr,
-                  TOP_K: gl.constexpr, EXPERTS: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr,
-                  LEFT: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr, FEW: gl.constexpr):  # fmt: skip
+@gluon.jit(do_not_specialize=["each", "mask"])
+def packed_kernel(x, x_scale, w_up, up_scale, w_down, down_scale, up_pages, down_pages, processors, mask, hidden,
+                  rounded, h_rows, h_scale, out, order, share, counts, beyond, marks, each, D: gl.constexpr,
+                  I: gl.constexpr, APART: gl.constexpr, TOP_K: gl.constexpr, EXPERTS: gl.constexpr, T: gl.constexpr,
+                  SLOTS: gl.constexpr, LEFT: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr,
+                  FEW: gl.constexpr):  # fmt: skip
     """x [N, D] times w_up, pieces of `packed.pack` as lines of 128 bytes -> hidden [E N, I]; that times w_down
     -> out [N k, D]. up_scale, down_scale: float32 a row. The others are those of `experts_gluon.experts_kernel`."""
     UP: gl.constexpr = I // 64
@@ -263,25 +265,26 @@ def packed_kernel(x, x_scale, w_up, up_scale, w_down, down_scale, hidden, rounde
         gl.warp_specialize([
             (_sums_part, (x_scale, up_scale, down_scale, hidden, h_scale, out, order, share, ring, xs, ready, free,
                           box, told, heard, counts, flags, each, D, I, EXPERTS, TOP_K, T, SLOTS, STAGES)),
-            (weights_part, (w_up, w_down, ring, ready, free, box, told, heard, guess, guessed, unused, counts, each, D,
-                            I, EXPERTS, SLOTS, LEFT, STAGES)),
+            (weights_part, (w_up, w_down, up_pages, down_pages, mask, ring, ready, free, box, told, heard, guess,
+                            guessed, unused, counts, each, D, I, EXPERTS, SLOTS, LEFT, STAGES)),
             (rows_part, (x, h_rows, order, xs, ready, free, box, told, heard, counts, flags, D, I, EXPERTS, TOP_K, T,
                          STAGES, LAG, DONE)),
             (plan_part, (box, told, heard, guess, guessed, unused, later, later_told, later_heard, counts, beyond,
-                         marks, each, UP, DOWN, UP_STAGES, DOWN_STAGES, EXPERTS, T, True)),
+                         marks, processors, each, UP, DOWN, UP_STAGES, DOWN_STAGES, EXPERTS, T, True)),
             (round_part, (hidden, rounded, h_scale, later, later_told, later_heard, flags, I, APART, 256, UP)),
         ], [1, 1, 1, 1], [FEW, FEW, FEW, FEW])  # fmt: skip
     else:
         gl.warp_specialize([
             (_sums_part, (x_scale, up_scale, down_scale, hidden, h_scale, out, order, share, ring, xs, ready, free,
                           box, told, heard, counts, flags, each, D, I, EXPERTS, TOP_K, T, SLOTS, STAGES)),
-            (weights_part, (w_up, w_down, ring, ready, free, box, told, heard, guess, guessed, unused, counts, each, D,
-                            I, EXPERTS, SLOTS, LEFT, STAGES)),
+            (weights_part, (w_up, w_down, up_pages, down_pages, mask, ring, ready, free, box, told, heard, guess,
+                            guessed, unused, counts, each, D, I, EXPERTS, SLOTS, LEFT, STAGES)),
             (rows_part, (x, h_rows, order, xs, ready, free, box, told, heard, counts, flags, D, I, EXPERTS, TOP_K, T,
                          STAGES, LAG, DONE)),
             (plan_part, (box, told, heard, guess, guessed, unused, later, later_told, later_heard, counts, beyond,
-                         marks, each, UP, DOWN, UP_STAGES, DOWN_STAGES, EXPERTS, T, False)),
-        ], [1, 1, 1], [FEW, FEW, FEW])  # fmt: skip
+                         marks, processors, each, UP, DOWN, UP_STAGES, DOWN_STAGES, EXPERTS, T, False)),
+            (idle_part, ()),
+        ], [1, 1, 1, 1], [FEW, FEW, FEW, FEW])  # fmt: skip
 
 
 def _lines(pieces: Tensor, size: int) -> Any:
@@ -293,20 +296,21 @@ def _lines(pieces: Tensor, size: int) -> Any:
 def packed_streamed(x: Rows, placed: Placed, w: Packed) -> Tensor:
     """As `experts_gluon.experts_streamed`, bit for bit, for the same numbers packed: x [N, D], in fp8 where they are ->
     [N k, D]. `placed.marks` must be zero long before, as there."""
-    (tokens, hidden_size), experts, size = x.values.shape, len(w.up), x.values.element_size()
+    (tokens, hidden_size), experts, size = x.values.shape, len(w.up_scale), x.values.element_size()
     width, quant = w.up_scale.shape[1] // 2, x.values.dtype == FP8
+    assert w.packing is not None, "4-bit weights are not packed"
     assert x.values.dtype == w.packing.dtype, f"{x.values.dtype} rows for {w.packing.name}"
-    assert all(t is None or t.is_contiguous() for t in (x.values, x.scale, w.up, w.up_scale, w.down, w.down_scale))
-    hidden = torch.empty(experts * tokens, width, dtype=torch.bfloat16, device=w.up.device)
+    assert all(t is None or t.is_contiguous() for t in (x.values, x.scale, w.up_scale, w.down_scale))
+    hidden = torch.empty(experts * tokens, width, dtype=torch.bfloat16, device=x.values.device)
     rounded = hidden.view(FP8)[:, :width] if quant else hidden
     rows = gl.NVMMASharedLayout(STEP, 8 * size, 2)
     h_rows = TensorDescriptor.from_tensor(rounded, [placed.block, STEP // size], rows)
-    h_scale = torch.empty(experts * tokens, 1, device=w.up.device) if quant else None
-    out = torch.empty(tokens * placed.top_k, hidden_size, dtype=torch.bfloat16, device=w.up.device)
+    h_scale = torch.empty(experts * tokens, 1, device=x.values.device) if quant else None
+    out = torch.empty(tokens * placed.top_k, hidden_size, dtype=torch.bfloat16, device=x.values.device)
     launch(
-        packed_kernel, PROGRAMS * multiprocessors(w.up.device),
-        x.values, x.scale, _lines(w.up, size), w.up_scale, _lines(w.down, size), w.down_scale,
-        hidden, rounded, h_rows, h_scale, out,
+        packed_kernel, PROGRAMS * multiprocessors(x.values.device),
+        x.values, x.scale, _lines(w.up.lines, size), w.up_scale, _lines(w.down.lines, size), w.down_scale,
+        w.up.pages, w.down.pages, w.up.sides.processors, w.up.sides.mask, hidden, rounded, h_rows, h_scale, out,
         placed.lists, placed.share, placed.counts, placed.beyond, placed.marks, tokens,
         D=hidden_size, I=width, APART=rounded.stride(0), TOP_K=placed.top_k, EXPERTS=experts, T=placed.block,
         SLOTS=w.packing.slots, LEFT=w.packing.left, STAGES=STAGES, LAG=LAG, FEW=FEW, num_warps=4, maxnreg=REGISTERS,

@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
+from diffusiongemma.ops.sides_gluon import line_of, pages_of
 from diffusiongemma.ops.stream_gluon import (
     MOST,
     as_shape,
@@ -28,15 +29,19 @@ from diffusiongemma.ops.stream_gluon import (
 
 
 @gluon.jit
-def _stage_of(w, scales, tile, k, ring, sc, ready, free, stage, phase, GROUPS: gl.constexpr, COUNT: gl.constexpr,
-              STAGES: gl.constexpr):  # fmt: skip
-    """The k-th stage of a tile, of COUNT groups"""
+def _stage_of(w, scales, pages, mask, tile, where, k, ring, sc, ready, free, stage, phase, GROUPS: gl.constexpr,
+              COUNT: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """The k-th stage of a tile, of COUNT groups; a group is a chunk of a tile that is laid out by side"""
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     f = gl.arange(0, 128, flat)
     mbarrier.wait(free.index(stage), phase)
     mbarrier.expect(ready.index(stage), COUNT * 4096)
     for h in gl.static_range(COUNT):
-        row = (tile * GROUPS + 2 * k + h) * w.block_shape[0]
+        if pages is not None:
+            first, one, two = where
+            row = line_of(first, one, two, tile, 2 * k + h, mask)
+        else:
+            row = (tile * GROUPS + 2 * k + h) * w.block_shape[0]
         bulk_copy(w, [row, 0], ready.index(stage), ring.index(2 * stage + h))
     # By all threads of this warp, and who multiplies alone waits for them.
     copy(sc.index(stage), scales + tile * (GROUPS * 64) + k * 128 + f, mask=k * 128 + f < GROUPS * 64)
@@ -45,17 +50,23 @@ def _stage_of(w, scales, tile, k, ring, sc, ready, free, stage, phase, GROUPS: g
 
 
 @gluon.jit
-def _fetch(w, scales, tile, ring, sc, ready, free, stage, phase, GROUPS: gl.constexpr, STAGES: gl.constexpr):
+def _fetch(w, scales, pages, mask, tile, ring, sc, ready, free, stage, phase, GROUPS: gl.constexpr,
+           STAGES: gl.constexpr):  # fmt: skip
+    where = None
+    if pages is not None:
+        where = pages_of(pages, tile, GROUPS)
     for k in range(GROUPS // 2):
-        stage, phase = _stage_of(w, scales, tile, k, ring, sc, ready, free, stage, phase, GROUPS, 2, STAGES)
+        stage, phase = _stage_of(w, scales, pages, mask, tile, where, k, ring, sc, ready, free, stage, phase, GROUPS, 2,
+                                 STAGES)  # fmt: skip
     if GROUPS % 2 == 1:
-        stage, phase = _stage_of(w, scales, tile, GROUPS // 2, ring, sc, ready, free, stage, phase, GROUPS, 1, STAGES)
+        stage, phase = _stage_of(w, scales, pages, mask, tile, where, GROUPS // 2, ring, sc, ready, free, stage, phase,
+                                 GROUPS, 1, STAGES)  # fmt: skip
     return stage, phase
 
 
 @gluon.jit
-def weights_part(w_up, w_down, up_scale, down_scale, ring, sc, ready, free, box, told, heard, guess, guessed, unused,
-                 counts, each, D: gl.constexpr, I: gl.constexpr, EXPERTS: gl.constexpr,
+def weights_part(w_up, w_down, up_scale, down_scale, up_pages, down_pages, mask, ring, sc, ready, free, box, told,
+                 heard, guess, guessed, unused, counts, each, D: gl.constexpr, I: gl.constexpr, EXPERTS: gl.constexpr,
                  STAGES: gl.constexpr):  # fmt: skip
     UP: gl.constexpr = I // 64
     DOWN: gl.constexpr = D // 128
@@ -67,17 +78,18 @@ def weights_part(w_up, w_down, up_scale, down_scale, ring, sc, ready, free, box,
     at, start, end, place, slot, turn = hear(guess, guessed, unused, slot, turn, 1)
     asked = at < EXPERTS * UP
     if asked:
-        stage, phase = _fetch(w_up, up_scale, at, ring, sc, ready, free, stage, phase, D // 64, STAGES)
+        stage, phase = _fetch(w_up, up_scale, up_pages, mask, at, ring, sc, ready, free, stage, phase, D // 64,
+                              STAGES)  # fmt: skip
     ups, at, start, end, place, slot, turn = begin(box, told, heard, counts, EXPERTS, UP)
     while at >= 0:
         expert = start // each
         if not asked:
             if at < ups:
-                tile = expert * UP + at % UP
-                stage, phase = _fetch(w_up, up_scale, tile, ring, sc, ready, free, stage, phase, D // 64, STAGES)
+                stage, phase = _fetch(w_up, up_scale, up_pages, mask, expert * UP + at % UP, ring, sc, ready, free,
+                                      stage, phase, D // 64, STAGES)  # fmt: skip
             else:
-                tile = expert * DOWN + (at - ups) % DOWN
-                stage, phase = _fetch(w_down, down_scale, tile, ring, sc, ready, free, stage, phase, I // 64, STAGES)
+                stage, phase = _fetch(w_down, down_scale, down_pages, mask, expert * DOWN + (at - ups) % DOWN, ring, sc,
+                                      ready, free, stage, phase, I // 64, STAGES)  # fmt: skip
         asked = False
         at, start, end, place, slot, turn = hear(box, told, heard, slot, turn, MOST)
     let_next()

@@ -6,7 +6,8 @@ registers, and every group's sum is scaled. So two programs stay on a multiproce
 waits. The parts of each are those of `experts_gluon.py`, but for one group of warps that multiplies instead of two:
 
     plan, round    as there (`stream_gluon.py`)
-    weights        asks for weights, two groups a stage, and brings their scales
+    weights        asks for weights, two groups a stage, and brings their scales; where weights are laid out by side
+                   (`ops/sides.py`), those that are near
     rows           brings rows, waits for them some stages later, and makes the tensor cores see them
     sums           unpacks, multiplies, scales and adds, group by group; blocks with at most half of the rows that they
                    may have take half as many columns
@@ -36,6 +37,7 @@ from diffusiongemma.ops.early_triton import multiprocessors
 from diffusiongemma.ops.fused import Rows
 from diffusiongemma.ops.int4_triton import HALVES
 from diffusiongemma.ops.kernels import early, launch
+from diffusiongemma.ops.packed import Packed
 from diffusiongemma.ops.pairs_copies_gluon import rows_part, weights_part
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.routing import Placed
@@ -167,11 +169,11 @@ def _sums_part(x_scale, hidden, h_scale, out, order, share, ring, xs, sc, ready,
         at, start, end, place, slot, turn = hear(box, told, heard, slot, turn, MOST)
 
 
-@gluon.jit(do_not_specialize=["each"])
-def pairs_kernel(x, x_scale, w_up, up_scale, w_down, down_scale, hidden, rounded, h_rows, h_scale, out, order, share,
-                 counts, beyond, marks, each, D: gl.constexpr, I: gl.constexpr, APART: gl.constexpr,
-                 TOP_K: gl.constexpr, EXPERTS: gl.constexpr, T: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr,
-                 FEW: gl.constexpr):  # fmt: skip
+@gluon.jit(do_not_specialize=["each", "mask"])
+def pairs_kernel(x, x_scale, w_up, up_scale, w_down, down_scale, up_pages, down_pages, processors, mask, hidden,
+                 rounded, h_rows, h_scale, out, order, share, counts, beyond, marks, each, D: gl.constexpr,
+                 I: gl.constexpr, APART: gl.constexpr, TOP_K: gl.constexpr, EXPERTS: gl.constexpr, T: gl.constexpr,
+                 STAGES: gl.constexpr, LAG: gl.constexpr, FEW: gl.constexpr):  # fmt: skip
     """x [N, D] times w_up, the tiles of `int4.pack_pairs` as lines of 128 bytes -> hidden [E N, I]; that times w_down
     -> out [N k, D]. The other arguments are those of `experts_gluon.experts_kernel`."""
     UP: gl.constexpr = I // 64
@@ -188,12 +190,12 @@ def pairs_kernel(x, x_scale, w_up, up_scale, w_down, down_scale, hidden, rounded
     gl.warp_specialize([
         (_sums_part, (x_scale, hidden, h_scale, out, order, share, ring, xs, sc, ready, free, box, told, heard, counts,
                       flags, D, I, EXPERTS, TOP_K, T, STAGES)),
-        (weights_part, (w_up, w_down, up_scale, down_scale, ring, sc, ready, free, box, told, heard, guess, guessed,
-                        unused, counts, each, D, I, EXPERTS, STAGES)),
+        (weights_part, (w_up, w_down, up_scale, down_scale, up_pages, down_pages, mask, ring, sc, ready, free, box,
+                        told, heard, guess, guessed, unused, counts, each, D, I, EXPERTS, STAGES)),
         (rows_part, (x, h_rows, order, xs, ready, free, box, told, heard, counts, flags, D, I, EXPERTS, TOP_K, T,
                      STAGES, LAG, 2 * UP)),
         (plan_part, (box, told, heard, guess, guessed, unused, later, later_told, later_heard, counts, beyond, marks,
-                     each, UP, DOWN, D // 128, (I // 64 + 1) // 2, EXPERTS, T, True)),
+                     processors, each, UP, DOWN, D // 128, (I // 64 + 1) // 2, EXPERTS, T, True)),
         (round_part, (hidden, rounded, h_scale, later, later_told, later_heard, flags, I, APART, 256, UP)),
     ], [1, 1, 1, 1], [FEW, FEW, FEW, FEW])  # fmt: skip
 
@@ -203,9 +205,13 @@ def _lines(tiles: Tensor) -> Any:
     return TensorDescriptor.from_tensor(tiles.view(-1, 128), [32, 128], gl.NVMMASharedLayout(128, 8, 2))
 
 
-def pairs_streamed(x: Rows, placed: Placed, up: Tensor, up_scale: Tensor, down: Tensor, down_scale: Tensor) -> Tensor:
+def pairs_streamed(
+    x: Rows, placed: Placed, up: Tensor, up_scale: Tensor, down: Tensor, down_scale: Tensor,
+    sided: Packed | None = None,
+) -> Tensor:  # fmt: skip
     """As `experts_triton.experts_pairs`, bit for bit, for 4-bit weights in groups of 64 as `int4.pack_pairs` has them:
-    x [N, D] in fp8 -> [N k, D]. `placed.marks` must be zero long before: see `experts_gluon.experts_streamed`."""
+    x [N, D] in fp8 -> [N k, D]. `placed.marks` must be zero long before: see `experts_gluon.experts_streamed`.
+    `sided`: the same once more, laid out by side"""
     experts, tokens = up.shape[0], len(x.values)
     width, hidden_size = up.shape[1] * 64, down.shape[1] * 128
     assert x.values.dtype == FP8, f"{x.values.dtype} rows for 4-bit experts"
@@ -214,12 +220,17 @@ def pairs_streamed(x: Rows, placed: Placed, up: Tensor, up_scale: Tensor, down: 
     assert all(t.is_contiguous() for t in (x.values, x.scale, up, up_scale, down, down_scale))
     hidden = torch.empty(experts * tokens, width, dtype=torch.bfloat16, device=up.device)
     rounded = hidden.view(FP8)[:, :width]
+    where: tuple[Tensor | int | None, ...] = (None, None, None, 0)
+    if sided is not None:
+        up, down = sided.up.lines, sided.down.lines
+        where = (sided.up.pages, sided.down.pages, sided.up.sides.processors, sided.up.sides.mask)
     h_rows = TensorDescriptor.from_tensor(rounded, [ROWS // 2, 64], gl.NVMMASharedLayout(64, 8, 2))
     h_scale = torch.empty(experts * tokens, 1, device=up.device)
     out = torch.empty(tokens * placed.top_k, hidden_size, dtype=torch.bfloat16, device=up.device)
     launch(
         pairs_kernel, PROGRAMS * multiprocessors(up.device),
-        x.values, x.scale, _lines(up), up_scale, _lines(down), down_scale, hidden, rounded, h_rows, h_scale, out,
+        x.values, x.scale, _lines(up), up_scale, _lines(down), down_scale, *where,
+        hidden, rounded, h_rows, h_scale, out,
         placed.lists, placed.share, placed.counts, placed.beyond, placed.marks, tokens,
         D=hidden_size, I=width, APART=rounded.stride(0), TOP_K=placed.top_k, EXPERTS=experts, T=ROWS,
         STAGES=STAGES, LAG=LAG, FEW=FEW, num_warps=4, maxnreg=REGISTERS, **early(),

@@ -8,7 +8,8 @@ A tile is 64 outputs of the first product with their gates, or 128 of the second
 numbered: first those of the first product, block by block, then those of the second. A program takes the next number
 whenever it has room, so that programs which wait longer for memory do less. The second product waits for tiles with
 lower numbers only, which running programs have taken; who rounds may wait for tiles that nobody has taken yet, but
-holds nobody up until ROUNDS more are told. So, however many programs the card runs at once, the work ends.
+holds nobody up until ROUNDS more are told. So, however many programs the card runs at once, the work ends. (Where
+weights are laid out by side, numbers are taken as `sides_gluon.py` says.)
 
 In Gluon, Triton's lower level, because each warp has its own work here: one keeps asking for weights, without pause.
 
@@ -20,6 +21,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
+
+from diffusiongemma.ops.sides_gluon import first_of, next_of, own_side
 
 # Names that Triton has changed since 3.6: a barrier of one part's warps, copies to shared memory, by threads and of
 # whole tiles, and another shape of that.
@@ -138,24 +141,36 @@ def tell(box, told, heard, slot, phase, at, start, end, place, SLOTS: gl.constex
 
 
 @gluon.jit
-def plan_part(box, told, heard, guess, guessed, unused, later, later_told, later_heard, counts, beyond, marks, each,
-              UP: gl.constexpr, DOWN: gl.constexpr, UP_STEPS: gl.constexpr, DOWN_STEPS: gl.constexpr,
+def plan_part(box, told, heard, guess, guessed, unused, later, later_told, later_heard, counts, beyond, marks, sides,
+              each, UP: gl.constexpr, DOWN: gl.constexpr, UP_STEPS: gl.constexpr, DOWN_STEPS: gl.constexpr,
               EXPERTS: gl.constexpr, T: gl.constexpr, ROUND: gl.constexpr):  # fmt: skip
     """Takes numbers of tiles and tells them. UP, DOWN: tiles of a block; UP_STEPS, DOWN_STEPS: stages of a tile. The
-    first number is told to who asks for weights before anything else is known."""
+    first number is told to who asks for weights before anything else is known. `sides`: of the multiprocessors, where
+    weights are laid out by side, or None"""
     slot = 0
     phase = 1
     later_slot = 0
     later_phase = 1
     place = 0
     # Written before the launches before have ended: no other kernel knows `marks`, and they are zero since long.
-    at = gl.atomic_add(marks, 1, sem="relaxed", scope="gpu")
+    if sides is not None:
+        side = own_side(sides)
+        at = first_of(marks, side)
+    else:
+        at = gl.atomic_add(marks, 1, sem="relaxed", scope="gpu")
     tell(guess, guessed, unused, slot, phase, at, 0, 0, 0, 1)
     wait_before()
     blocks = EXPERTS + gl.load(counts + EXPERTS)
     ups = blocks * UP
+    downs = blocks * DOWN
     asked = at < EXPERTS * UP  # then its weights are on their way, rows or none
-    while at < blocks * (UP + DOWN):
+    queue = gl.to_tensor(0)
+    taken = gl.to_tensor(1)
+    alone = gl.to_tensor(False)
+    if sides is not None:  # noqa: SIM102
+        if at >= ups:
+            at, queue, taken, alone = next_of(marks, side, queue, taken, alone, ups, downs)
+    while (at >= 0) & (at < ups + downs):
         block = gl.where(at < ups, at // UP, (at - ups) // DOWN)
         expert = block
         start = block * each
@@ -171,10 +186,20 @@ def plan_part(box, told, heard, guess, guessed, unused, later, later_told, later
                                                    end, place, ROUNDS)  # fmt: skip
             place += gl.where(at < ups, UP_STEPS, DOWN_STEPS)
         asked = False
-        at = gl.atomic_add(marks, 1, sem="relaxed", scope="gpu")
+        if sides is not None:
+            at, queue, taken, alone = next_of(marks, side, queue, taken, alone, ups, downs)
+        else:
+            at = gl.atomic_add(marks, 1, sem="relaxed", scope="gpu")
     tell(box, told, heard, slot, phase, -1, 0, 0, 0, MOST)
     if ROUND:
         tell(later, later_told, later_heard, later_slot, later_phase, -1, 0, 0, 0, ROUNDS)
+
+
+@gluon.jit
+def idle_part():
+    """A warp that has nothing to do: all four of a group must take their registers, or those of others are lost (seen
+    with another program on the multiprocessor that had the rest)"""
+    wait_before()
 
 
 @gluon.jit

@@ -266,7 +266,7 @@ def wide_kernel(x, x_scale, w_up, up_scale, w_down, down_scale, hidden, rounded,
         (weights_part, (w_up, w_down, ring, ready, free, box, told, heard, guess, guessed, unused, counts, each, D, I,
                         EXPERTS)),
         (plan_part, (box, told, heard, guess, guessed, unused, later, later_told, later_heard, counts, beyond, marks,
-                     each, UP, DOWN, D // BK, (I + BK - 1) // BK, EXPERTS, T + MORE, True)),
+                     None, each, UP, DOWN, D // BK, (I + BK - 1) // BK, EXPERTS, T + MORE, True)),
     ], [4, WARPS, 2, 1, 1], [REGISTERS, SOME, FEW, FEW, FEW])  # fmt: skip
 
 
