@@ -38,6 +38,7 @@ from diffusiongemma.engine.fast import FastRunner
 from diffusiongemma.engine.graphs import Recorder
 from diffusiongemma.model.backend import triton_ops
 from diffusiongemma.model.fused import Batch
+from diffusiongemma.model.packed import pack_experts, packed_of, packings
 from diffusiongemma.model.quantize import Scheme, random_network
 from diffusiongemma.ops.attention_cached import New
 
@@ -111,9 +112,10 @@ def main() -> None:
     torch.manual_seed(0)
     model = random_network(config, scheme, DEVICE, torch.bfloat16, std=0.02)
     most = max(args.users)
-    packed = True if CUDA else None
-    limits = Limits(most, 1 << 22 if args.tiny else 1 << 31, 16 if args.tiny else 2048, packed)
+    limits = Limits(most, 1 << 22 if args.tiny else 1 << 31, 16 if args.tiny else 2048, packed=False)
     runner = FastRunner(model, triton_ops(), limits, graphs=CUDA)
+    if CUDA:
+        pack_experts(model, unsure=True)
     network, (width, prefix) = runner.network, (8, 16) if args.tiny else (256, 512)
     prompt = args.prompt or prefix
     rows = [runner.new_row(max(prefix + width, prompt)) for _ in range(most)]
@@ -131,11 +133,15 @@ def main() -> None:
         batch = batch_of(users, each, held)
         return lambda: network._run(x[: users * each].clone(), (mode, batch))  # what a layer has read is forgotten
 
-    print(f"{args.quant}, {args.layers} layers, {torch.cuda.get_device_name() if CUDA else 'no card'}")
+    told = f"{args.quant}, {args.layers} layers, {torch.cuda.get_device_name() if CUDA else 'no card'}"
+    print(", ".join([told, *packings(model)]))
     filled = pass_of("encode", most, prefix, 0)
     ahead(DEVICE, filled)
     filled()
-    layers = {True: network.layers, False: [replace(layer, packed=None) for layer in network.layers]}
+    layers = {
+        False: network.layers,
+        True: [replace(layer, packed=packed_of(layer.module.experts)) for layer in network.layers],
+    }
     ways = {name: (triton_ops(**options).roomy(), layers[less]) for name, (options, less) in WAYS.items()}
     unequal = 0
     cases = {NAMES[n]: pass_of("denoise", n, width, prefix) for n in args.users}

@@ -8,6 +8,7 @@ import shutil
 import sys
 
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton, which parts of torch import too
@@ -29,6 +30,9 @@ patient = settings(deadline=None, print_blob=True, database=None, suppress_healt
 settings.register_profile("house", patient, derandomize=True)
 settings.register_profile("explore", patient, derandomize=False)
 settings.load_profile("house")
+# Hypothesis also tries numbers that stand in this project's modules, in those that are loaded when a test begins: that
+# depends on what ran before in the same process, and a constant anywhere would change the examples of every test.
+providers._get_local_constants = providers.Constants
 
 
 def pytest_runtest_setup() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from unittest import mock
 
 import torch
 from torch import Tensor
 
+from diffusion.margins import slack, tolerance
 from diffusiongemma.config import ModelConfig
-from diffusiongemma.diffusion import SeededDraws
+from diffusiongemma.diffusion import Canvas, Denoiser, Draws, SeededDraws
 from diffusiongemma.engine import Commit, Draft, End, Engine, Event, Limits, Request
 from diffusiongemma.engine.fast import FastRunner
 from diffusiongemma.engine.graphs import Recorder
@@ -96,6 +99,30 @@ def told(events: Iterable[Event]) -> list[tuple[object, ...]]:
             counts = (m.steps, m.blocks, m.blocks_settled, m.blocks_redone, m.decoder_forwards, m.positions)
             found.append(("end", event.finish_reason, event.error, m.new_tokens, *counts))
     return found
+
+
+@contextmanager
+def watched() -> Iterator[list[bool]]:
+    """Of each step of a plain engine inside: might numbers that round otherwise have decided otherwise?"""
+    close, step = list[bool](), Denoiser.step
+
+    def watch(denoiser: Denoiser, canvas: Canvas, logits: Tensor, draws: Draws) -> Canvas:
+        within = tolerance(logits, denoiser.schedule.at(denoiser.schedule.steps - canvas.step))
+        close.append(slack(denoiser, canvas, logits.clone(), draws.uniforms(len(canvas))) < 2 * within)
+        return step(denoiser, canvas, logits, draws)
+
+    with mock.patch.object(Denoiser, "step", watch):
+        yield close
+
+
+def alike(told_one: list[tuple[object, ...]], other: list[tuple[object, ...]], close: list[bool]) -> bool:
+    """Are both the same, up to the first step that was `close`?"""
+    if told_one == other:
+        return True
+    pairs = enumerate(zip(told_one, other, strict=False))
+    first = next((i for i, (a, b) in pairs if a != b), min(len(told_one), len(other)))
+    steps = sum(event[0] == "draft" for event in other[:first])
+    return any(close[: steps + 1])
 
 
 def all_at_once(engine: Engine, asked: list[Request]) -> list[list[tuple[object, ...]]]:

@@ -24,7 +24,18 @@ from diffusiongemma.model import CacheRow
 from diffusiongemma.model.backend import torch_ops
 from diffusiongemma.model.pool import CachePool
 from diffusiongemma.text.bytes import byte_tokenizer
-from engine.runners import CONFIG, SMALL, BoardDraws, all_at_once, fast_engine, make_model, plain_engine, told
+from engine.runners import (
+    CONFIG,
+    SMALL,
+    BoardDraws,
+    alike,
+    all_at_once,
+    fast_engine,
+    make_model,
+    plain_engine,
+    told,
+    watched,
+)
 
 Passes = list[list[int]]
 options = st.fixed_dictionaries(
@@ -63,8 +74,19 @@ def test_it_says_what_the_plain_runner_says(asked: list[Request], ahead: bool) -
     with plain_engine() as engine:
         for request, events in zip(asked, got, strict=True):
             assert request.params.seed is not None
-            alone = told(engine.submit(request, draws=BoardDraws(request.params.seed)))
-            assert events == alone
+            with watched() as close:
+                alone = told(engine.submit(request, draws=BoardDraws(request.params.seed)))
+            assert alike(events, alone, close)
+
+
+def test_what_differs_where_no_decision_was_close_is_told() -> None:
+    one: list[tuple[object, ...]] = [("draft", 0, 1), ("draft", 0, 2), ("commit", 0), ("end", "length")]
+    other = [*one[:2], ("commit", 1), one[3]]
+    assert alike(one, one, [False, False])
+    assert not alike(one, other, [False, False])
+    assert not alike(one, one[:3], [False, False])
+    assert alike(one, other, [False, True])
+    assert not alike([("draft", 1, 1), *one[1:]], one, [False, True]), "it was close only later"
 
 
 @given(st.lists(requests(), min_size=2, max_size=5))

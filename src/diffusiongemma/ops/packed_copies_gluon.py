@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
 from diffusiongemma.ops.sides_gluon import line_of, pages_of
 from diffusiongemma.ops.stream_gluon import (
     MOST,
-    barrier,
     begin,
+    brought,
     bulk_copy,
     copy,
     fence_global,
@@ -123,21 +123,16 @@ def rows_part(x, h_rows, order, xs, ready, free, box, told, heard, counts, flags
             base = x + gl.expand_dims(token.to(gl.int64) * D, 1) + gl.expand_dims(c, 0)
             mask = gl.expand_dims(ok, 1) & gl.expand_dims(c < STEP, 0)
             done = place % STAGES
-            for k in range(STEPS + LAG):
-                if k < STEPS:
-                    mbarrier.wait(free.index(stage), phase)
-                    for n in gl.static_range(4):
-                        copy(xs.index(4 * stage + n), base + (4 * k + n) * STEP, mask=mask)
-                    stage, phase = following(stage, phase, STAGES)
+            for k in range(STEPS):
+                mbarrier.wait(free.index(stage), phase)
+                for n in gl.static_range(4):
+                    copy(xs.index(4 * stage + n), base + (4 * k + n) * STEP, mask=mask)
+                stage, phase = following(stage, phase, STAGES)
                 async_copy.commit_group()
                 if k >= LAG:
-                    async_copy.wait_group(LAG)
-                    fence_async_shared()
-                    barrier()
-                    mbarrier.arrive(ready.index(done), count=32)
-                    done += 1
-                    if done == STAGES:
-                        done = 0
+                    done = brought(ready, done, LAG, STAGES)
+            for left in gl.static_range(LAG):
+                done = brought(ready, done, LAG - 1 - left, STAGES)
         else:
             while gl.atomic_add(flags + (at - ups) // DOWN, 0, sem="acquire", scope="gpu") < DONE:
                 pass

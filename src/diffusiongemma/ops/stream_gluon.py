@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma
 
 from diffusiongemma.ops.sides_gluon import first_of, next_of, own_side
 
@@ -84,6 +84,19 @@ def ring_barriers(STAGES: gl.constexpr, FILL: gl.constexpr, USE: gl.constexpr):
         mbarrier.init(ready.index(n), count=FILL)
         mbarrier.init(free.index(n), count=USE)
     return ready, free
+
+
+@gluon.jit
+def brought(ready, done, LEFT: gl.constexpr, STAGES: gl.constexpr):
+    """By a warp that brings rows: all copies are there but those of the last LEFT stages, so one more stage is told"""
+    async_copy.wait_group(LEFT)
+    fence_async_shared()  # for the tensor cores
+    barrier()
+    mbarrier.arrive(ready.index(done), count=32)
+    done += 1
+    if done == STAGES:
+        done = 0
+    return done
 
 
 # ---- mailboxes ---------------------------------------------------------------------------------------------------
@@ -197,8 +210,7 @@ def plan_part(box, told, heard, guess, guessed, unused, later, later_told, later
 
 @gluon.jit
 def idle_part():
-    """A warp that has nothing to do: all four of a group must take their registers, or those of others are lost (seen
-    with another program on the multiprocessor that had the rest)"""
+    """A warp that has nothing to do: PTX wants all four of a group to take, and give back, their registers together"""
     wait_before()
 
 
