@@ -5,6 +5,7 @@ those of plain weights: `scripts/bench_stream.py`, `scripts/bench_layers.py`."""
 from ops.triton_cpu import DEVICE  # isort: skip
 
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -222,6 +223,36 @@ def test_experts_are_rounded_and_packed(packing: Packing, monkeypatch: pytest.Mo
     again = packed.round_and_pack(packing, up.clone(), scales[0], down.clone(), scales[1], found.up.sides)
     assert torch.equal(again.up.lines, found.up.lines), "what is rounded stays as it is"
     assert torch.equal(again.up_scale, found.up_scale)
+
+
+@EVERY
+def test_where_memory_runs_out_numbers_are_what_they_were(packing: Packing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """… or rounded: a scale is never one of other codes"""
+    monkeypatch.setattr(packed, "AT_ONCE", 256 * 128)  # an expert at once
+    up, down = rows_of(packing, 3, 256, 128), rows_of(packing, 3, 256, 128)
+    scales = (torch.rand(3, 256, 1), torch.rand(3, 256, 1)) if packing is SEVEN else (None, None)
+
+    def numbers() -> Tensor:
+        return up.float() if scales[0] is None else up.float() * scales[0]
+
+    def short(*args: Any) -> Tensor:
+        raise torch.OutOfMemoryError("none left")
+
+    before, calls, real = numbers(), [0], packed.pack
+
+    def twice(*args: Any) -> Tensor:
+        calls[0] += 1
+        return real(*args) if calls[0] < 3 else short()
+
+    monkeypatch.setattr(packed, "pack", twice)
+    given = (packing, up, scales[0], down, scales[1], sides.none(torch.device("cpu")))
+    for broken in (None, "lay_out"):
+        if broken:
+            monkeypatch.setattr(packed, "pack", real)
+            monkeypatch.setattr(packed, broken, short)
+        with pytest.raises(torch.OutOfMemoryError):
+            packed.round_and_pack(*given)
+        assert (numbers() - before).norm() <= 1e-3 * before.norm()
 
 
 def test_4_bit_experts_lie_by_side_as_they_are() -> None:

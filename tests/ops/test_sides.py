@@ -113,6 +113,15 @@ def test_who_answers_by_chance_has_no_sides(on: Any, wrong: float) -> None:
     assert not sides_of(CPU).both
 
 
+def test_who_cannot_ask_does_without(
+    on: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    on(Card(0xAB000))
+    monkeypatch.setattr(nvrtc.Kernel, "run", lambda *_: 1 / 0)
+    assert not sides_of(CPU).both
+    assert "could not be asked for: division by zero" in caplog.text
+
+
 def test_a_card_all_on_one_side_has_none(on: Any) -> None:
     card = Card(0xAB000)
     card.processors = [1] * 132

@@ -1,7 +1,7 @@
 """The experts' weights a second time, as passes of few users read them best, which wait for them to come from memory.
 
 They are laid out by side (`ops/sides.py`): each multiprocessor reads what is near. Those in fp8 are also packed, in 7
-bits (`ops/packed.py`). A pass of one to three users (of 4 bits: of one) reads these, all others the plain ones. Both are
+bits (`ops/packed.py`). A pass of one to three users (of 4 bits: of one) reads these, others the plain ones. Both are
 the same numbers, so that no text depends on who else writes: what has no place in a packed row is rounded in the plain
 one, too. Of rows that are about normally distributed that changes less than a hundredth of what their number format
 itself has lost; a layer of which it would change a tenth stays as it is (`Packing.most`).

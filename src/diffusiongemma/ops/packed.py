@@ -230,15 +230,16 @@ def by_side(up: Tensor, up_scale: Tensor, down: Tensor, down_scale: Tensor, side
 def _rounded(w: Tensor, scale: Tensor | None, packing: Packing, gated: bool, sides: Sides) -> tuple[Sided, Tensor]:
     """-> packed, and what a row's sums are multiplied by"""
     parts, backs = list[Tensor](), list[Tensor]()
-    for some in _some(w):
+    scales = (None,) * len(_some(w)) if scale is None else scale.split(len(_some(w)[0]))
+    for some, its in zip(_some(w), scales, strict=True):
         q, back = shrunk(some, packing)
         parts.append(pack(q, packing, gated).flatten(2).flatten(0, 1))
         backs.append(back)
-        some.copy_(restored(q, back, packing) if scale is None else q)
-    back = torch.cat(backs)
-    if scale is not None:
-        back = scale.mul_(back)
-    return lay_out(torch.cat(parts), sides), back
+        new = restored(q, back, packing) if its is None else q
+        some.copy_(new)  # nothing is made from here on: should memory run out, numbers are as they were, or rounded
+        if its is not None:
+            its.mul_(back)
+    return lay_out(torch.cat(parts), sides), torch.cat(backs) if scale is None else scale
 
 
 def _some(w: Tensor) -> tuple[Tensor, ...]:
