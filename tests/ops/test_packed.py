@@ -284,6 +284,8 @@ def test_which_experts_can_be_packed() -> None:
     assert packed.fits(up.to(torch.int8), down.to(torch.int8)) is None
     assert packed.fits(torch.empty(2, 64, 256, dtype=FP8), torch.empty(2, 256, 32, dtype=FP8)) is None
     assert packed.fits(up[:1], down[:1]) is None, "one tile of the first product is no pair"
+    long = [torch.empty(2, outputs, inputs, dtype=FP8, device="meta") for outputs, inputs in ((128, 9472), (9472, 64))]
+    assert packed.fits(*long) is None, "a pair of tiles would lie in three pages"
 
 
 # ---- instructions ------------------------------------------------------------------------------------------------

@@ -159,26 +159,30 @@ def fits(up: Tensor, down: Tensor) -> Packing | None:
     packing = PACKINGS.get(up.dtype)
     if packing is None or up.dtype != down.dtype:
         return None
-    (experts, hidden, width) = down.shape
+    (_, hidden, width) = down.shape
     whole = hidden % 128 == width % 64 == 0  # tiles, whose rows are whole halves of a stage
-    whole = whole and experts * hidden % 256 == experts * width % 128 == 0  # … in pairs
-    return packing if whole else None
+    return packing if whole and all(sides.lie_by_side(*_tiles(w, packing)) for w in (up, down)) else None
 
 
 def lie_in_pairs(up: Tensor, down: Tensor) -> bool:
     """Are these 4-bit weights, of tiles as `int4.pack_pairs` has them, [E, tiles, groups, 64, 64]?"""
-    return all(w.dtype == torch.uint8 and w.shape[-2:] == (ROWS, ROWS) and w[..., 0, 0, 0].numel() % 2 == 0
+    return all(w.dtype == torch.uint8 and w.shape[-2:] == (ROWS, ROWS) and sides.lie_by_side(*_tiles(w, None))
                for w in (up, down))  # fmt: skip
 
 
 def bytes_of(w: Tensor, packing: Packing | None) -> int:
     """What a weight takes when it is packed, or laid out by side, without scales"""
+    return sides.bytes_of(*_tiles(w, packing))
+
+
+def _tiles(w: Tensor, packing: Packing | None) -> tuple[int, int]:
+    """How many tiles a weight is, packed or as it lies in pairs, and the bytes of each"""
     if packing is None:
-        return sides.bytes_of(w.shape[0] * w.shape[1], w[0, 0].numel())
+        return w.shape[0] * w.shape[1], w[0, 0].numel()
     experts, outputs, inputs = w.shape
     halves = inputs * packing.size * 2 // LINE
     pieces = halves // 2 * packing.slots + halves % 2 * packing.left
-    return sides.bytes_of(experts * outputs // (2 * ROWS), pieces * ROWS * STEP)
+    return experts * outputs // (2 * ROWS), pieces * ROWS * STEP
 
 
 # ---- layout ------------------------------------------------------------------------------------------------------

@@ -149,6 +149,11 @@ def chunks_of(tile: int) -> int:
     return -(-tile // CHUNK)
 
 
+def lie_by_side(tiles: int, tile: int) -> bool:
+    """Can tiles of so many bytes? They do in pairs, of which each is in two pages at most"""
+    return tiles % 2 == 0 and chunks_of(tile) <= PAIRS
+
+
 def bytes_of(tiles: int, tile: int) -> int:
     """That tiles of so many bytes take"""
     return tiles * chunks_of(tile) * CHUNK + PAGE
@@ -158,8 +163,7 @@ def lay_out(tiles: Tensor, sides: Sides) -> Sided:
     """tiles uint8 [T, bytes] -> the same by side"""
     count, size = tiles.shape
     chunks = chunks_of(size)
-    assert count % 2 == 0, f"{count} tiles are no pairs"
-    assert chunks <= PAIRS, "a pair of tiles lies in two pages at most"
+    assert lie_by_side(count, size), f"{count} tiles of {size} bytes"
     memory = aligned(count * chunks * CHUNK, tiles.device)
     pages = _pages(memory, sides)
     first = first_sides(count // 2 * chunks, pages, sides)
