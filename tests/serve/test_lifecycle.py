@@ -17,6 +17,7 @@ import pytest
 
 from diffusiongemma.errors import ConfigError
 from diffusiongemma.serve import logs
+from diffusiongemma.serve.lifecycle import ServerState
 from diffusiongemma.serve.metrics import ServerMetrics
 from diffusiongemma.serve.server import bind
 from diffusiongemma.serve.settings import Settings
@@ -29,6 +30,7 @@ from serve.live import (
     get,
     post,
     process,
+    random_model,
     serving,
     sse,
     wait_ready,
@@ -157,6 +159,20 @@ def test_a_model_that_is_not_there_is_a_message() -> None:
     assert result.returncode == 2
     assert "error: no folder no-such-model" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_packed_experts_that_nobody_reads_are_a_message() -> None:
+    command = [sys.executable, "-m", "diffusiongemma", "serve", random_model(), "--port", "0", "--device", "cpu"]
+    result = subprocess.run([*command, "--packed"], capture_output=True, text=True, timeout=HANGS)
+    assert result.returncode == 2
+    assert "error: packed=True cannot be honoured" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("packed", [None, False])
+def test_experts_that_shall_not_be_packed(packed: bool | None) -> None:
+    with ServerState(Settings(model=random_model(), device="cpu", packed=packed)).load() as engine:
+        assert engine.scheduler.limits.packed is packed
 
 
 def test_a_port_that_is_taken_is_a_message() -> None:

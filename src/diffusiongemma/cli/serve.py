@@ -35,6 +35,14 @@ def run(
         int | None, typer.Option(help="Rows at once (default: 4 on a CPU, 16 on a GPU).", rich_help_panel=_LIMITS)
     ] = None,
     cache_mib: Annotated[int, typer.Option(help="K/V cache, kept prefixes included.", rich_help_panel=_LIMITS)] = 2048,
+    packed: Annotated[
+        bool | None,
+        typer.Option(
+            "--packed/--no-packed",
+            help="Experts a second time, as few users read them best; rounds some (default: if there is memory).",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None,
     queue: Annotated[int, typer.Option(help="Requests that wait at most.", rich_help_panel=_LIMITS)] = 128,
     max_tokens: Annotated[int, typer.Option(help="New tokens of a request at most.", rich_help_panel=_LIMITS)] = 4096,
     request_seconds: Annotated[float, typer.Option(help="Time limit of a request.", rich_help_panel=_LIMITS)] = 300.0,
@@ -58,8 +66,8 @@ def run(
         serve(
             Settings(
                 model=model, name=name, device=device, dtype=dtype, host=host, port=port, keys=read_keys(api_key_file),
-                cors_origins=tuple(cors_origin or ()), batch=batch, cache=cache_mib << 20, queue=queue,
-                max_tokens=max_tokens, request_seconds=request_seconds, max_body=max_body_mib * (1 << 20),
-                grace=grace, log_json=log_json, log_file=log_file,
+                cors_origins=tuple(cors_origin or ()), batch=batch, cache=cache_mib << 20, packed=packed,
+                queue=queue, max_tokens=max_tokens, request_seconds=request_seconds,
+                max_body=max_body_mib * (1 << 20), grace=grace, log_json=log_json, log_file=log_file,
             )
         )  # fmt: skip

@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 from diffusiongemma import __version__
 from diffusiongemma.engine import Engine, Limits, prepare
 from diffusiongemma.engine.worker import Scope
+from diffusiongemma.model.packed import packings
 from diffusiongemma.serve.errors import ApiError, bad_request, unavailable
 from diffusiongemma.serve.limits import Gate
 from diffusiongemma.serve.metrics import ServerMetrics
@@ -59,7 +60,8 @@ class ServerState:
 
         given = self.settings
         batch = given.batch or (4 if pick_device(given.device).type == "cpu" else 16)
-        engine = Engine.load(given.model, given.device, given.dtype, limits=Limits(batch, given.cache))
+        limits = Limits(batch, given.cache, packed=given.packed)
+        engine = Engine.load(given.model, given.device, given.dtype, limits=limits)
         prepare(engine)
         engine.tokenizer.encode("ready")
         return engine
@@ -70,7 +72,7 @@ class ServerState:
         self._executor = ThreadPoolExecutor(rows, "diffusiongemma-stream")
         self._gate = Gate(rows, self.settings.queue, self._count)
         self._engine = engine
-        identity = f"{__version__} {engine.model.config} {engine.params} {engine.model.dtype}"
+        identity = f"{__version__} {engine.model.config} {engine.params} {engine.model.dtype} {packings(engine.model)}"
         self.fingerprint = "fp_" + hashlib.sha256(identity.encode()).hexdigest()[:10]
         self.metrics.watch(engine)
         if self.draining:

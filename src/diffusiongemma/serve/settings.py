@@ -29,6 +29,7 @@ class Settings:
     cors_origins: tuple[str, ...] = ()
     batch: int | None = None  # rows that run at once; None: 4 on a CPU, 16 on a GPU
     cache: int = 2 << 30  # bytes of K/V cache, running rows and kept prefixes together
+    packed: bool | None = None  # as `Limits.packed`
     queue: int = 128  # requests that wait
     max_tokens: int = 4096  # new tokens of one request
     request_seconds: float = 300.0
