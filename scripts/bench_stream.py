@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 from diffusiongemma.ops import routing
 from diffusiongemma.ops.experts_triton import experts_pairs, streams, streams_wide
 from diffusiongemma.ops.fused import Rows
-from diffusiongemma.ops.packed import Packed, by_side, fits, round_and_pack
+from diffusiongemma.ops.packed import Packed, once_more
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.routing import Placed
 from diffusiongemma.ops.rows_triton import quantize_rows
@@ -152,13 +152,7 @@ def measure(fmt: str, tokens: int, runs: int) -> int:
 
 def packed_of(weights: Weights) -> Packed:
     """They themselves are rounded to what has a place"""
-    packing, sides = fits(weights[0], weights[2]), sides_of(torch.device("cuda", 0))
-    if packing is not None:
-        return round_and_pack(packing, *weights, sides)
-    up, up_scale, down, down_scale = weights
-    assert up_scale is not None
-    assert down_scale is not None
-    return by_side(up, up_scale, down, down_scale, sides)
+    return once_more(*weights, sides_of(torch.device("cuda", 0)))
 
 
 def reading(parts: Iterable[Tensor | None]) -> float:

@@ -22,7 +22,7 @@ from torch import Tensor
 from diffusiongemma.model.backend import VENDOR_ROWS, Ops, triton_ops
 from diffusiongemma.ops import product_cuda
 from diffusiongemma.ops.fused import Rows, rope_frequency, summed
-from diffusiongemma.ops.packed import Packed, by_side, fits, lie_in_pairs, round_and_pack
+from diffusiongemma.ops.packed import Packed, once_more
 from diffusiongemma.ops.product import Weight
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.routing import Placed, Routing, counters
@@ -257,14 +257,7 @@ def _packed(up: Matrix, down: Matrix) -> tuple[Weight, Weight, Packed]:
     (first, first_scale), (second, second_scale) = weights
     assert first is not None
     assert second is not None
-    packing, sides = fits(first, second), sides_of(first.device)
-    if packing is not None:
-        made = round_and_pack(packing, first, first_scale, second, second_scale, sides)
-    else:
-        assert lie_in_pairs(first, second)
-        assert first_scale is not None
-        assert second_scale is not None
-        made = by_side(first, first_scale, second, second_scale, sides)
+    made = once_more(first, first_scale, second, second_scale, sides_of(first.device))
     return (first, first_scale), (second, second_scale), made
 
 

@@ -149,7 +149,7 @@ def test_a_layer_that_would_lose_too_much_is_left(caplog: pytest.LogCaptureFixtu
 def test_where_memory_runs_out_the_rest_is_left(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, real, calls = network("fp8"), module.round_and_pack, [0]
+    model, real, calls = network("fp8"), module.once_more, [0]
 
     def packing(*args: Any) -> Any:
         calls[0] += 1
@@ -157,10 +157,10 @@ def test_where_memory_runs_out_the_rest_is_left(
             raise torch.OutOfMemoryError("none left")
         return real(*args)
 
-    monkeypatch.setattr(module, "round_and_pack", packing)
+    monkeypatch.setattr(module, "once_more", packing)
     assert pack_experts(model) == 1
     assert "no memory to pack the experts of layer 1" in caplog.text
-    monkeypatch.setattr(module, "round_and_pack", lambda *_: 1 / 0)
+    monkeypatch.setattr(module, "once_more", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         pack_experts(model)
 

@@ -211,9 +211,7 @@ def test_experts_are_rounded_and_packed(packing: Packing, monkeypatch: pytest.Mo
         tiles_ = sides.laid_back(lying).view(3, w.shape[1] // 128, -1, 128)
         q = packed.unpack(tiles_, packing, (w.shape[1], w.shape[2]), gated)
         assert torch.equal(packed.lifted(q, packing).float() * factor, plain)
-        if (
-            scale is not None
-        ):  # products with the same numbers have the same bits; of those twice as large they have not
+        if scale is not None:  # products with numbers that are twice as large have other bits
             assert torch.equal(q.view(torch.uint8), w.view(torch.uint8))
             assert factor is scale
     assert found.nbytes == sum(sided.tiles * sided.size for sided in (found.up, found.down)) + 2 * 3 * 256 * 4
@@ -284,6 +282,8 @@ def test_which_experts_can_be_packed() -> None:
     assert packed.fits(up.to(torch.int8), down.to(torch.int8)) is None
     assert packed.fits(torch.empty(2, 64, 256, dtype=FP8), torch.empty(2, 256, 32, dtype=FP8)) is None
     assert packed.fits(up[:1], down[:1]) is None, "one tile of the first product is no pair"
+    with pytest.raises(AssertionError, match="can be neither packed nor laid out by side"):
+        packed.once_more(up[:1], None, down[:1], None, sides.none(torch.device("cpu")))
     long = [torch.empty(2, outputs, inputs, dtype=FP8, device="meta") for outputs, inputs in ((128, 9472), (9472, 64))]
     assert packed.fits(*long) is None, "a pair of tiles would lie in three pages"
 

@@ -15,7 +15,6 @@ had wrong numbers in a row or two, and it is not known why (`docs/log.md`). `scr
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -27,17 +26,7 @@ from diffusiongemma.model.backend import Ops
 from diffusiongemma.model.layers import Experts
 from diffusiongemma.model.network import DiffusionGemma
 from diffusiongemma.ops.memory import is_out_of_memory
-from diffusiongemma.ops.packed import (
-    TWELVE,
-    Packed,
-    Packing,
-    by_side,
-    bytes_of,
-    fits,
-    lie_in_pairs,
-    lost,
-    round_and_pack,
-)
+from diffusiongemma.ops.packed import TWELVE, Packed, Packing, bytes_of, fits, lie_in_pairs, lost, once_more
 from diffusiongemma.ops.quantized import QuantExperts
 from diffusiongemma.ops.sides import Sides, sides_of
 
@@ -59,15 +48,10 @@ class _Plain(NamedTuple):
         """What packing changes, of the norm of the expert that loses most; NaN, where there is one"""
         if self.packing is None:
             return 0.0
-        changes = [lost(w, self.packing) for w in (self.up, self.down)]
-        return sum(changes) if any(map(math.isnan, changes)) else max(changes)
+        return float(torch.tensor([lost(w, self.packing) for w in (self.up, self.down)]).max())
 
     def packed(self, sides: Sides) -> Packed:
-        if self.packing is not None:
-            return round_and_pack(self.packing, self.up, self.up_scale, self.down, self.down_scale, sides)
-        assert self.up_scale is not None
-        assert self.down_scale is not None
-        return by_side(self.up, self.up_scale, self.down, self.down_scale, sides)
+        return once_more(self.up, self.up_scale, self.down, self.down_scale, sides)
 
 
 def packed_of(experts: nn.Module) -> Packed | None:

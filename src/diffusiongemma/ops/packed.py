@@ -214,6 +214,16 @@ def lost(w: Tensor, packing: Packing) -> float:
     return float(torch.cat(found).max())  # NaN, where there is one
 
 
+def once_more(up: Tensor, up_scale: Tensor | None, down: Tensor, down_scale: Tensor | None, sides: Sides) -> Packed:
+    """As these weights can be: packed (they themselves are rounded), or, of 4 bits, laid out by side"""
+    if packing := fits(up, down):
+        return round_and_pack(packing, up, up_scale, down, down_scale, sides)
+    assert lie_in_pairs(up, down), f"{up.dtype} {tuple(up.shape)} can be neither packed nor laid out by side"
+    assert up_scale is not None
+    assert down_scale is not None
+    return by_side(up, up_scale, down, down_scale, sides)
+
+
 def round_and_pack(
     packing: Packing, up: Tensor, up_scale: Tensor | None, down: Tensor, down_scale: Tensor | None, sides: Sides
 ) -> Packed:
