@@ -63,6 +63,7 @@ def facts(kernel: Any) -> dict[str, Any]:
         "spilled": int(spilled.group(1)),
         "serialised": "serialized" in told,
         "unguarded": _unguarded(ptx),
+        "unused": _unused(kernel.asm["ttgir"]),
     }
 
 
@@ -98,6 +99,16 @@ def _told(cubin: bytes, what: str) -> str:
         file.write(cubin)
         file.flush()
         return subprocess.run([tool, what, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def _unused(ttgir: str) -> list[str]:
+    """Barriers that no part knows. Triton takes their memory for something else, and the card, for which they are still
+    barriers, may write them back over it."""
+    made = re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<[\dx]*i64,", ttgir)
+    assert made
+    given = re.findall(r"ttg\.warp_specialize\(([^)]*)\)", ttgir)
+    assert given, "no parts"
+    return sorted(set(made) - set(re.findall(r"%\w+", ",".join(given))))
 
 
 def _unguarded(ptx: str) -> list[str]:

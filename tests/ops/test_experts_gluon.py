@@ -100,6 +100,7 @@ def check_code(found: dict[str, Any]) -> None:
     assert not found["serialised"], "the tensor cores wait after every product"
     assert found["told"]
     assert not found["unguarded"], "told before all warps are there"
+    assert not found["unused"], "barriers whose memory others get"
 
 
 @pytest.mark.parametrize(("kind", "block"), [("fp8e4nv", 32), ("bf16", 32), ("fp8e4nv", 64), ("bf16", 64)])

@@ -352,6 +352,7 @@ def test_compiles_for_hopper_and_leaves_room(packing: Packing, block: int) -> No
     assert len(found["products"]) == (32 if wide else 40)
     assert not found["serialised"], "the tensor cores wait after every product"
     assert not found["unguarded"], "told before all warps are there"
+    assert not found["unused"], "barriers whose memory others get"
     assert found["spilled"] <= (0 if block == 32 else 16)
     programs = packed_gluon.PROGRAMS
     assert programs * (found["shared"] + 1024) + SLIM + 1024 <= 228 << 10, "the dense MLP does not fit beside it"

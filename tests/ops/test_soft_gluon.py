@@ -52,6 +52,7 @@ def test_compiles_for_hopper(width: int) -> None:
     assert found["spilled"] == 0, "numbers go to memory for want of registers"
     assert not found["serialised"], "the tensor cores wait after every product"
     assert not found["unguarded"], "told before all warps are there"
+    assert not found["unused"], "barriers whose memory others get"
 
 
 # ---- the cut -----------------------------------------------------------------------------------------------------

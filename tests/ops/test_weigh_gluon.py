@@ -86,6 +86,7 @@ def test_compiles_for_hopper_with_the_operations_of_its_twin(kind: str, how: str
     assert not found["serialised"], "the tensor cores wait after every product"
     assert found["told"]
     assert not found["unguarded"], "told before all warps are there"
+    assert not found["unused"], "barriers whose memory others get"
     assert found["shared"] <= 227 << 10
     assert each_number(found["operations"], 2) == each_number(found["of_twin"], 1)
     assert found["laid"] == [["mma"] * 4] * 2, "pins and bans have the twin sum in another order"

@@ -177,7 +177,8 @@ def experts_kernel(x, x_scale, w_up, up_scale, w_down, down_scale, hidden, round
         mbarrier.init(go.index(n), count=1)
     box, told, heard = mailbox(MOST, 4)
     guess, guessed, unused = mailbox(1, 1)
-    later, later_told, later_heard = mailbox(ROUNDS if QUANT else 1, 1)
+    if QUANT:
+        later, later_told, later_heard = mailbox(ROUNDS, 1)
     fence_async_shared()
     if QUANT:  # Gluon keeps no lists of parts: those that both have stand here twice
         gl.warp_specialize([
@@ -203,7 +204,7 @@ def experts_kernel(x, x_scale, w_up, up_scale, w_down, down_scale, hidden, round
                             I, EXPERTS, BK, STAGES, 2 * 64 * BK * SIZE)),
             (rows_part, (x, h_rows, order, xs, ready, free, box, told, heard, counts, flags, D, I, EXPERTS, TOP_K, T,
                          BK, STAGES, SIZE, DONE)),
-            (plan_part, (box, told, heard, guess, guessed, unused, later, later_told, later_heard, counts, beyond,
+            (plan_part, (box, told, heard, guess, guessed, unused, None, None, None, counts, beyond,
                          marks, None, each, UP, D // 128, UP_STEPS, DOWN_STEPS, EXPERTS, T, False)),
             (idle_part, ()),
         ], [4, 1, 1, 1, 1], [REGISTERS, FEW, FEW, FEW, FEW])  # fmt: skip

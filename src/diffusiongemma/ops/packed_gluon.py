@@ -259,7 +259,8 @@ def packed_kernel(x, x_scale, w_up, up_scale, w_down, down_scale, up_pages, down
     ready, free = ring_barriers(STAGES, 33, 1)  # filled by the thread that asks, and the warp that brings rows
     box, told, heard = mailbox(MOST, 3)
     guess, guessed, unused = mailbox(1, 1)
-    later, later_told, later_heard = mailbox(ROUNDS if QUANT else 1, 1)
+    if QUANT:
+        later, later_told, later_heard = mailbox(ROUNDS, 1)
     fence_async_shared()
     if QUANT:  # Gluon keeps no lists of parts: those that both have stand here twice
         gl.warp_specialize([
@@ -281,7 +282,7 @@ def packed_kernel(x, x_scale, w_up, up_scale, w_down, down_scale, up_pages, down
                             guessed, unused, counts, each, D, I, EXPERTS, SLOTS, LEFT, STAGES)),
             (rows_part, (x, h_rows, order, xs, ready, free, box, told, heard, counts, flags, D, I, EXPERTS, TOP_K, T,
                          STAGES, LAG, DONE)),
-            (plan_part, (box, told, heard, guess, guessed, unused, later, later_told, later_heard, counts, beyond,
+            (plan_part, (box, told, heard, guess, guessed, unused, None, None, None, counts, beyond,
                          marks, processors, each, UP, DOWN, UP_STAGES, DOWN_STAGES, EXPERTS, T, False)),
             (idle_part, ()),
         ], [1, 1, 1, 1], [FEW, FEW, FEW, FEW])  # fmt: skip

@@ -104,7 +104,8 @@ def brought(ready, done, LEFT: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def mailbox(SLOTS: gl.constexpr, READERS: gl.constexpr):
-    """-> messages, and for each whether it was told, and heard by all"""
+    """-> messages, and for each whether it was told, and heard by all. A part must have it: Triton gives the memory of
+    barriers that nobody uses to others, and the card now and then writes a barrier back over what they left there."""
     told = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     heard = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(SLOTS):
