@@ -115,7 +115,7 @@ def main() -> None:
     limits = Limits(most, 1 << 22 if args.tiny else 1 << 31, 16 if args.tiny else 2048, packed=False)
     runner = FastRunner(model, triton_ops(), limits, graphs=CUDA)
     if CUDA:
-        pack_experts(model, unsure=True)
+        pack_experts(model)
     network, (width, prefix) = runner.network, (8, 16) if args.tiny else (256, 512)
     prompt = args.prompt or prefix
     rows = [runner.new_row(max(prefix + width, prompt)) for _ in range(most)]

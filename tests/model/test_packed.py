@@ -67,7 +67,7 @@ def test_packed_and_plain_are_the_same_numbers(kind: str, name: str) -> None:
     assert packings(model) == []
     assert FusedLayer.of(model.layers[1], packed=True).packed is None
     room = packed_bytes(model)
-    assert pack_experts(model, unsure=True) == layers
+    assert pack_experts(model) == layers
     assert packings(model) == [name]
     after = numbers(model, 1)
     layer: Any = model.layers[1]
@@ -85,22 +85,8 @@ def test_packed_and_plain_are_the_same_numbers(kind: str, name: str) -> None:
         assert torch.equal(packed.lifted(q, held.packing).float() * scale, plain)
     taken = sum(held.up.lines.nbytes + held.down.lines.nbytes for _ in range(layers))
     assert taken <= room <= taken + 2 * layers * (sides.PAGE + sides.CHUNK)
-    assert pack_experts(model, unsure=True) == layers, "once more changes nothing"
+    assert pack_experts(model) == layers, "once more changes nothing"
     assert packed_of(layer.experts) is held
-
-
-def test_no_engine_reads_packed_bfloat16() -> None:
-    """It was wrong now and then on a card"""
-    model = network("bf16")
-    before = numbers(model, 0)
-    assert unpackable(model, STREAMING) == "packed experts in bfloat16 gave wrong numbers now and then (docs/log.md)"
-    assert pack_experts(model) == 0
-    assert not fast._packs(model, STREAMING, Limits(), True)
-    with pytest.raises(DeviceError, match="packed=True cannot be honoured: .* bfloat16 gave wrong numbers"):
-        fast._packs(model, STREAMING, Limits(packed=True), True)
-    assert packings(model) == []
-    assert all(torch.equal(a, b) for a, b in zip(before, numbers(model, 0), strict=True))
-    assert unpackable(network("fp8"), STREAMING) is None
 
 
 def test_4_bit_experts_are_laid_out_where_there_are_sides(monkeypatch: pytest.MonkeyPatch) -> None:

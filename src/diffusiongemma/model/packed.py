@@ -1,15 +1,12 @@
 """The experts' weights a second time, as passes of few users read them best, which wait for them to come from memory.
 
-They are laid out by side (`ops/sides.py`): each multiprocessor reads what is near. Those in fp8 are also packed, in 7
-bits (`ops/packed.py`). A pass of one to three users (of 4 bits: of one) reads these, others the plain ones. Both are
-the same numbers, so that no text depends on who else writes: what has no place in a packed row is rounded in the plain
-one, too. Of rows that are about normally distributed that changes less than a hundredth of what their number format
-itself has lost; a layer of which it would change a tenth stays as it is (`Packing.most`).
+They are laid out by side (`ops/sides.py`): each multiprocessor reads what is near. Those in fp8 and bfloat16 are also
+packed, in 7 and 12 bits (`ops/packed.py`). A pass of one to three users (of 4 bits: of one) reads these, others the
+plain ones. Both are the same numbers, so that no text depends on who else writes: what has no place in a packed row is
+rounded in the plain one, too. Of rows that are about normally distributed that changes less than a hundredth of what
+their number format itself has lost; a layer of which it would change a tenth stays as it is (`Packing.most`).
 
 The plain weights are changed where they lie, so nobody else may be at work with them meanwhile.
-
-Experts in bfloat16 could be packed in 12 bits, but no engine reads these: in a layer on a card, two passes in a hundred
-had wrong numbers in a row or two, and it is not known why (`docs/log.md`). `scripts/bench_layers.py` shows it.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from diffusiongemma.model.backend import Ops
 from diffusiongemma.model.layers import Experts
 from diffusiongemma.model.network import DiffusionGemma
 from diffusiongemma.ops.memory import is_out_of_memory
-from diffusiongemma.ops.packed import TWELVE, Packed, Packing, bytes_of, fits, lie_in_pairs, lost, once_more
+from diffusiongemma.ops.packed import Packed, Packing, bytes_of, fits, lie_in_pairs, lost, once_more
 from diffusiongemma.ops.quantized import QuantExperts
 from diffusiongemma.ops.sides import Sides, sides_of
 
@@ -68,8 +65,6 @@ def unpackable(model: DiffusionGemma, ops: Ops) -> str | None:
     """Why packed experts would be read nowhere, or gain nothing, or None"""
     if (plain := next(_plain(model), None)) is None:
         return "experts are neither fp8 nor bfloat16 nor of 4 bits in groups of 64, or do not divide into tiles"
-    if plain.packing is TWELVE:
-        return "packed experts in bfloat16 gave wrong numbers now and then (docs/log.md)"
     weights = (plain.up, plain.up_scale), (plain.down, plain.down_scale)
     if not ops.streams(model.config.canvas_length, model.config.top_k_experts, *weights):
         return "experts are not streamed here: that takes a Hopper card and a known version of Triton"
@@ -84,13 +79,11 @@ def packed_bytes(model: DiffusionGemma) -> int:
 
 
 @torch.inference_mode()
-def pack_experts(model: DiffusionGemma, unsure: bool = False) -> int:
+def pack_experts(model: DiffusionGemma) -> int:
     """Pack the experts of every layer in which that changes hardly anything -> in how many layers they are packed.
-    Where memory runs out, what is left stays as it is. `unsure`: those in bfloat16, too, which no engine reads"""
+    Where memory runs out, what is left stays as it is."""
     count, left, sides = 0, list[str](), sides_of(model.device)
     for at, plain in enumerate(_plain(model)):
-        if plain.packing is TWELVE and not unsure:
-            continue
         if plain.module not in _packed:
             if plain.packing is not None and not (change := plain.lost()) <= plain.packing.most:  # NaN never is
                 left.append(f"{at} by {change:.2%}")
