@@ -14,10 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diffusiongemma.ops import packed, packed_gluon, sides, tiles
+from diffusiongemma.ops import packed, packed_gluon, sides
 from diffusiongemma.ops.packed import SEVEN, TWELVE, Packing
 from diffusiongemma.ops.quant import FP8, Format, quantize
-from diffusiongemma.ops.tiles import Shape
 from ops import hopper
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="on a card scripts compare")
@@ -29,7 +28,7 @@ import json, sys
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from diffusiongemma.ops.packed import PACKINGS
-from diffusiongemma.ops.packed_gluon import FEW, LAG, REGISTERS, STAGES, packed_kernel
+from diffusiongemma.ops.packed_gluon import FEW, REGISTERS, packed_kernel, ring_of
 from ops.hopper import aligned, compiled, facts
 
 kind, block = sys.argv[1], int(sys.argv[2])
@@ -42,8 +41,9 @@ types = dict(x=f"*{kind}", x_scale="*fp32", w_up=pieces, up_scale="*fp32", w_dow
              h_rows=f"tensordesc<{kind}[{block}, {32 // size}],{row!r}>",
              h_scale="*fp32", out="*bf16", order="*i32", share="*fp32", counts="*i32", beyond="*i32", marks="*i32",
              each="i32")
+stages, lag = ring_of(block)
 known = dict(D=2816, I=704, APART=1408 // size, TOP_K=8, EXPERTS=128, T=block, SLOTS=packing.slots, LEFT=packing.left,
-             STAGES=STAGES, LAG=LAG, FEW=FEW)
+             STAGES=stages, LAG=lag, FEW=FEW)
 if size == 2:
     for name in ("x_scale", "h_scale"):
         types[name], known[name] = "constexpr", None
@@ -336,10 +336,30 @@ def test_instructions_make_all_pieces(packing: Packing) -> None:
 
 # ---- the kernel --------------------------------------------------------------------------------------------------
 
-SLIM = max(
-    tiles.shared_bytes(Shape("fp8", 2816, 2816, 0, False, 256), tiles.SLIM),
-    tiles.shared_bytes(Shape("fp8", 2816, 2112, 0, True, 256), tiles.SLIM_GATED),
-)
+SLIM = """
+import json, sys
+from triton.compiler import ASTSource
+from diffusiongemma.ops import tiles
+from diffusiongemma.ops.product_triton import product_kernel
+from ops.hopper import aligned, compiled
+
+kind, fmt, shared = sys.argv[1], sys.argv[2], []
+for gated, inputs, outputs, tile in ((True, 2816, 2112, tiles.SLIM_GATED), (False, 2112, 2816, tiles.SLIM)):
+    types = dict(x=f"*{kind}", w=f"*{kind}", out="*bf16", rows="i32", capacity="i32")
+    known = dict(order=None, share=None, table=None, beyond=None, K=inputs, O=outputs, APART=inputs, TOP_K=1,
+                 FORMAT=fmt, GROUP=0, GATED=gated, ROUTED="no", T=tile.rows, BO=tile.outputs,
+                 STEP=tiles.step_of(fmt, inputs), STAGES=tile.stages, EXPERTS=0, AHEAD=0, FIRST=1, MORE=0, SMALL=0,
+                 STAY="", PLACED=False, HOPPER=1)
+    if fmt == "fp8":
+        types |= dict(x_scale="*fp32", w_scale="*fp32")
+    else:
+        known |= dict(x_scale=None, w_scale=None)
+    names = product_kernel.arg_names
+    kinds = {name: types.get(name, "constexpr") for name in names}
+    source = ASTSource(product_kernel, kinds, {n: v for n, v in known.items() if n in names}, aligned(kinds))
+    shared.append(compiled(source, num_warps=tile.warps).metadata.shared)
+print(json.dumps({"shared": max(shared)}))
+"""
 
 
 @pytest.mark.parametrize("block", [32, 64])
@@ -355,9 +375,12 @@ def test_compiles_for_hopper_and_leaves_room(packing: Packing, block: int) -> No
     assert not found["unused"], "barriers whose memory others get"
     assert found["spilled"] <= (0 if block == 32 else 16)
     programs = packed_gluon.PROGRAMS
-    assert programs * (found["shared"] + 1024) + SLIM + 1024 <= 228 << 10, "the dense MLP does not fit beside it"
+    slim = hopper.run(SLIM, *(("bf16", "bf16") if wide else ("fp8e4nv", "fp8")))["shared"]
+    assert programs * (found["shared"] + 1024) + slim + 1024 <= 228 << 10, "the dense MLP does not fit beside it"
     assert (64 << 10) - programs * found["threads"] * packed_gluon.REGISTERS >= 16 << 10, "… for want of registers"
 
 
 def test_rows_are_told() -> None:
-    assert packed_gluon.LAG < packed_gluon.STAGES
+    for block in (16, 32, 64):
+        stages, lag = packed_gluon.ring_of(block)
+        assert lag < stages

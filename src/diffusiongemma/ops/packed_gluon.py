@@ -55,11 +55,15 @@ from diffusiongemma.ops.stream_gluon import (
 )
 
 PROGRAMS = 2  # of a multiprocessor
-STAGES = 3  # of a program: with more of them, or more registers, the dense MLP has no room
-LAG = 1  # stages
 REGISTERS, FEW = 96, 48  # of a thread, before parts give back what they do not need, and of the single warps
 OF_SEVEN, OF_TWELVE = (gl.constexpr(code(packing)) for packing in (SEVEN, TWELVE))
 BOUND_SEVEN, BOUND_TWELVE = (gl.constexpr(constraints(packing)) for packing in (SEVEN, TWELVE))
+
+
+def ring_of(block: int) -> tuple[int, int]:
+    """For blocks of so many rows: stages of a program, and how many stages later rows are waited for. With more of
+    them the dense MLP has no room beside two programs."""
+    return (4, 2) if block <= 32 else (3, 1)
 
 
 @gluon.jit
@@ -303,6 +307,7 @@ def packed_streamed(x: Rows, placed: Placed, w: Packed) -> Tensor:
     assert x.values.dtype == w.packing.dtype, f"{x.values.dtype} rows for {w.packing.name}"
     assert all(t is None or t.is_contiguous() for t in (x.values, x.scale, w.up_scale, w.down_scale))
     hidden = torch.empty(experts * tokens, width, dtype=torch.bfloat16, device=x.values.device)
+    stages, lag = ring_of(placed.block)
     rounded = hidden.view(FP8)[:, :width] if quant else hidden
     rows = gl.NVMMASharedLayout(STEP, 8 * size, 2)
     h_rows = TensorDescriptor.from_tensor(rounded, [placed.block, STEP // size], rows)
@@ -314,7 +319,7 @@ def packed_streamed(x: Rows, placed: Placed, w: Packed) -> Tensor:
         w.up.pages, w.down.pages, w.up.sides.processors, w.up.sides.mask, hidden, rounded, h_rows, h_scale, out,
         placed.lists, placed.share, placed.counts, placed.beyond, placed.marks, tokens,
         D=hidden_size, I=width, APART=rounded.stride(0), TOP_K=placed.top_k, EXPERTS=experts, T=placed.block,
-        SLOTS=w.packing.slots, LEFT=w.packing.left, STAGES=STAGES, LAG=LAG, FEW=FEW, num_warps=4, maxnreg=REGISTERS,
+        SLOTS=w.packing.slots, LEFT=w.packing.left, STAGES=stages, LAG=lag, FEW=FEW, num_warps=4, maxnreg=REGISTERS,
         **early(),
     )  # fmt: skip
     return out
