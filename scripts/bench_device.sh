@@ -35,7 +35,8 @@ group=${GROUP_SIZE:-64} # of int4; the small network's rows are too short for 64
 part fp8 90 "${suite[@]}" "${small[@]}" --quant fp8 --parts step,e2e
 part int4 70 "${suite[@]}" "${small[@]}" --quant int4 --group "$group" --parts step,e2e,memory
 part bf16 60 "${suite[@]}" "${small[@]}" --quant bf16 --parts step,e2e
-part fp8-users 80 "${suite[@]}" "${small[@]}" --quant fp8 --parts ar,batch --users 1,8,16 --repeat 2
+part twin 50 "${suite[@]}" "${small[@]}" --quant fp8 --parts ar --users 1 --repeat 2
+part users 80 "${suite[@]}" "${small[@]}" --quant fp8 --parts batch --users 8,16 --repeat 2
 part long 40 "${suite[@]}" "${small[@]}" --quant int4 --group "$group" --parts long --repeat 2
 part transformers 60 vs-transformers --preset "$preset" --prefix "$([ "$preset" = 26b-a4b ] && echo 512 || echo 64)"
 wc -l "$results"

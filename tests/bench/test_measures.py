@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from diffusiongemma.bench import e2e as e2e_module
+from diffusiongemma.bench import memory as memory_module
 from diffusiongemma.bench import prefill as prefill_module
 from diffusiongemma.bench import step as step_module
+from diffusiongemma.bench import subject as subject_module
 from diffusiongemma.bench import suite as suite_module
 from diffusiongemma.bench.ar import advantage, measure_ar, overtakes
 from diffusiongemma.bench.batch import measure_batch
@@ -239,6 +241,20 @@ def test_memory(subject: Subject) -> None:
     assert result["limit_gb"] == 18.0
     with pytest.raises(ConfigError, match="more than the model's 4096 positions"):
         measure_memory(subject, prefix=4096)
+
+
+def test_memory_is_that_of_experts_that_lie_there_once(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a card with memory to spare, and behind parts that used it: 29 GB were told of 17"""
+    seen = list[object]()
+
+    def engine(*args: Any, limits: Limits, **options: Any) -> Engine:
+        seen.append(limits.packed)
+        return Engine(*args, limits=limits, **options)
+
+    monkeypatch.setattr(memory_module, "drop_packed", lambda model: seen.append("dropped"))
+    monkeypatch.setattr(subject_module, "Engine", engine)
+    measure_memory(subject, prefix=16)
+    assert seen == ["dropped", False]
 
 
 @pytest.mark.parametrize(("quant", "group", "name"), [("fp8", None, "fp8"), ("int4", 32, "int4-32+fp8")])

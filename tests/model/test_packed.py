@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from diffusiongemma.model import DiffusionGemma
 from diffusiongemma.model import packed as module
 from diffusiongemma.model.backend import torch_ops
 from diffusiongemma.model.fused_weights import FusedLayer
-from diffusiongemma.model.packed import pack_experts, packed_bytes, packed_of, packings, unpackable
+from diffusiongemma.model.packed import drop_packed, pack_experts, packed_bytes, packed_of, packings, unpackable
 from diffusiongemma.model.quantize import Scheme, random_network
 from diffusiongemma.ops import packed, sides
 from diffusiongemma.ops.sides import Sides
@@ -87,6 +88,22 @@ def test_packed_and_plain_are_the_same_numbers(kind: str, name: str) -> None:
     assert taken <= room <= taken + 2 * layers * (sides.PAGE + sides.CHUNK)
     assert pack_experts(model) == layers, "once more changes nothing"
     assert packed_of(layer.experts) is held
+
+
+def test_what_is_not_wanted_any_more_is_dropped() -> None:
+    model = network("fp8")
+    assert pack_experts(model) == len(model.layers)
+    layer: Any = model.layers[0]
+    packed_experts = packed_of(layer.experts)
+    assert packed_experts is not None
+    lying, plain = ref(packed_experts.up.lines), numbers(model, 0)
+    del packed_experts
+    drop_packed(model)
+    drop_packed(model)
+    assert packings(model) == []
+    assert lying() is None, "the memory is free"
+    assert all(torch.equal(a, b) for a, b in zip(plain, numbers(model, 0), strict=True))
+    assert pack_experts(model) == len(model.layers)
 
 
 def test_4_bit_experts_are_laid_out_where_there_are_sides(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,7 +186,8 @@ def memory(
     device: Device = "auto",
     json: File = None,
 ) -> None:
-    """Peak memory while weights are made or loaded, and while a text with a long context is written."""
+    """Peak memory while weights are made or loaded, and while a text with a long context is written, with experts in
+    memory once."""
     from diffusiongemma.bench.memory import measure_memory
     from diffusiongemma.bench.subject import Subject
     from diffusiongemma.bench.timing import show

@@ -12,23 +12,26 @@ import torch
 
 from diffusiongemma.bench.drive import make_request, random_tokens, together
 from diffusiongemma.bench.floor import weight_bytes
-from diffusiongemma.bench.subject import Subject, beside, peak, reset_peak
+from diffusiongemma.bench.subject import Subject, beside, free, peak, reset_peak
 from diffusiongemma.bench.timing import Outcome
 from diffusiongemma.engine.runner import CHUNK
 from diffusiongemma.model import CacheRow
+from diffusiongemma.model.packed import drop_packed
 
 LIMIT_GB = 18.0  # what the 26B in 4 bits should fit in
 
 
 def measure_memory(subject: Subject, users: int = 1, prefix: int = 8192, canvas: int | None = None) -> Outcome:
-    """Two blocks after a context of `prefix` tokens, so that a commit is in it."""
+    """Two blocks after a context of `prefix` tokens, so that a commit is in it. As on a card that has nothing to spare:
+    experts lie in memory once."""
     model, config = subject.model, subject.model.config
     width = canvas or config.canvas_length
     length = prefix + 2 * width
-    # A card with memory to spare reads prompts in larger passes than one that the model just fits on.
     told: dict[str, Any] = {"users": users, "prefix": prefix, "canvas": width, "chunk": CHUNK}
+    drop_packed(model)  # another part may have had them
+    free(subject.device)
     reset_peak(subject.device)
-    with subject.engine(users, length, spare=0, chunk=CHUNK) as engine:
+    with subject.engine(users, length, spare=0, chunk=CHUNK, once=True) as engine:
         prompts = [random_tokens(engine, prefix, seed=i) for i in range(users)]
         together(engine, [make_request(p, 2 * width, seed=i, steps=4, canvas=width) for i, p in enumerate(prompts)])
         room = engine.scheduler.limits.max_bytes

@@ -100,13 +100,16 @@ class Subject:
         return "+".join(dict.fromkeys(names)) or str(self.model.dtype).removeprefix("torch.")
 
     @contextmanager
-    def engine(self, users: int, length: int, spare: int = 2, chunk: int | None = None) -> Iterator[Engine]:
-        """An engine for so many rows of so many tokens, and room for kept prompts as large as `spare` more."""
+    def engine(
+        self, users: int, length: int, spare: int = 2, chunk: int | None = None, once: bool = False
+    ) -> Iterator[Engine]:
+        """An engine for so many rows of so many tokens, and room for kept prompts as large as `spare` more. `once`: its
+        experts lie in memory no second time."""
         config = self.model.config
         if length > config.max_position_embeddings:
             raise ConfigError(f"{length} tokens are more than the model's {config.max_position_embeddings} positions")
         room = (users + spare) * CacheRow.bytes_for(config, length, self.model.dtype)
-        limits = Limits(max_rows=users, max_bytes=room, chunk=chunk, packed=self.packed)
+        limits = Limits(max_rows=users, max_bytes=room, chunk=chunk, packed=False if once else self.packed)
         made = Engine(self.model, self.tokenizer, name=self.name, limits=limits)
         try:
             yield made

@@ -55,6 +55,14 @@ def packed_of(experts: nn.Module) -> Packed | None:
     return _packed.get(experts)
 
 
+def drop_packed(model: DiffusionGemma) -> None:
+    """Packed experts are not wanted any more: their memory is free when the engines that read them are gone. The plain
+    ones stay as they are, rounded."""
+    for layer in model.layers:
+        experts: Any = layer.experts
+        _packed.pop(experts, None)
+
+
 def packings(model: DiffusionGemma) -> list[str]:
     """How the experts of this network lie in memory once more, in words; empty: they do not"""
     found = (packed_of(plain.module) for plain in _plain(model))
