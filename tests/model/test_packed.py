@@ -68,6 +68,7 @@ def test_packed_and_plain_are_the_same_numbers(kind: str, name: str) -> None:
     assert packings(model) == []
     assert FusedLayer.of(model.layers[1], packed=True).packed is None
     room = packed_bytes(model)
+    assert unpackable(model, STREAMING) is None
     assert pack_experts(model) == layers
     assert packings(model) == [name]
     after = numbers(model, 1)
