@@ -74,13 +74,14 @@ def _case(subject: Subject, users: int, prefix: int, tokens: int, width: int, re
 
         run(1), run(few)
         seconds = slope(lambda: run(few), lambda: run(few + tokens), tokens, repeat)
+        note(f"users {users}: {1e3 * seconds:.3f} ms a token")
         step = step_seconds(engine, users, prefix, width, 16, repeat)
+        note(f"users {users}: {1e3 * step:.3f} ms a step")
         commit = _commit_seconds(engine, users, prefix, width, step, repeat)
         seen = _look(engine, lambda: run(LOOKED_AT), users)
         share = mean(experts_hit(subject.model, users, prefix, None) if seen is None else seen.shares)
     work = encode_work(subject.model, users, prefix, 1, share, head=users)
     floor = work.seconds(subject.card)
-    note(f"users {users}: {1e3 * seconds:.3f} ms a token, {1e3 * step:.3f} ms a step")
     case: dict[str, Any] = {
         "users": users, "ms": 1e3 * seconds, "floor_ms": 1e3 * floor, "ratio": seconds / floor, "experts_hit": share,
         "step_ms": 1e3 * step, "commit_ms": 1e3 * commit, "floor": work.to_dict(subject.card),

@@ -22,8 +22,8 @@ LIMIT_GB = 18.0  # what the 26B in 4 bits should fit in
 
 
 def measure_memory(subject: Subject, users: int = 1, prefix: int = 8192, canvas: int | None = None) -> Outcome:
-    """Two blocks after a context of `prefix` tokens, so that a commit is in it. As on a card that the model just fits on:
-    prompts are read in small passes, and experts lie in memory once."""
+    """Two blocks after a context of `prefix` tokens, so that a commit is in it. As on a card that the model just fits
+    on: prompts are read in small passes, and experts lie in memory once."""
     model, config = subject.model, subject.model.config
     width = canvas or config.canvas_length
     length = prefix + 2 * width
