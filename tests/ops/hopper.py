@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,38 @@ def facts(kernel: Any) -> dict[str, Any]:
         "unguarded": _unguarded(ptx),
         "unused": _unused(kernel.asm["ttgir"]),
     }
+
+
+SLIM = """
+import json, sys
+from triton.compiler import ASTSource
+from diffusiongemma.ops import tiles
+from diffusiongemma.ops.product_triton import product_kernel
+from ops.hopper import aligned, compiled
+
+kind, shared = sys.argv[1], []
+fmt = "bf16" if kind == "bf16" else "fp8"
+for gated, inputs, outputs, tile in ((True, 2816, 2112, tiles.SLIM_GATED), (False, 2112, 2816, tiles.SLIM)):
+    types = dict(x=f"*{kind}", w=f"*{kind}", out="*bf16", rows="i32", capacity="i32")
+    known = dict(order=None, share=None, table=None, beyond=None, K=inputs, O=outputs, APART=inputs, TOP_K=1,
+                 FORMAT=fmt, GROUP=0, GATED=gated, ROUTED="no", T=tile.rows, BO=tile.outputs,
+                 STEP=tiles.step_of(fmt, inputs), STAGES=tile.stages, EXPERTS=0, AHEAD=0, FIRST=1, MORE=0, SMALL=0,
+                 STAY="", HOPPER=1)
+    if fmt == "fp8":
+        types |= dict(x_scale="*fp32", w_scale="*fp32")
+    else:
+        known |= dict(x_scale=None, w_scale=None)
+    kinds = {name: types.get(name, "constexpr") for name in product_kernel.arg_names}
+    source = ASTSource(product_kernel, kinds, known, aligned(kinds))
+    shared.append(compiled(source, num_warps=tile.warps).metadata.shared)
+print(json.dumps({"shared": max(shared)}))
+"""
+
+
+@cache
+def slim(kind: str) -> int:
+    """Bytes of shared memory that a program of the dense MLP takes beside the experts of the 26B-A4B"""
+    return int(run(SLIM, kind)["shared"])
 
 
 @dataclass(frozen=True)

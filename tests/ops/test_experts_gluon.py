@@ -19,7 +19,6 @@ from diffusiongemma.ops import experts_triton, kernels, pairs_gluon, routing, ti
 from diffusiongemma.ops.fused import Rows
 from diffusiongemma.ops.quant import FP8
 from diffusiongemma.ops.stream_gluon import MOST, ROUNDS
-from diffusiongemma.ops.tiles import Shape
 from ops import hopper, stream_model
 from ops.stream_model import Taking, Work, run
 
@@ -87,10 +86,6 @@ kinds = {name: types.get(name, "constexpr") for name in wide_kernel.arg_names}
 source = GluonASTSource(wide_kernel, kinds, known, aligned(kinds))
 print(json.dumps(facts(compiled(source, num_warps=4, maxnreg=MOST_REGISTERS))))
 """
-SLIM = max(
-    tiles.shared_bytes(Shape("fp8", 2816, 2816, 0, False, 256), tiles.SLIM),
-    tiles.shared_bytes(Shape("fp8", 2816, 2112, 0, True, 256), tiles.SLIM_GATED),
-)
 
 
 def check_code(found: dict[str, Any]) -> None:
@@ -109,7 +104,7 @@ def test_compiles_for_hopper_and_leaves_room_beside_it(kind: str, block: int) ->
     assert found["threads"] == 384, "two groups that multiply, and four single warps"
     assert found["waits"] == 6, "every part waits by itself for the launch before"
     check_code(found)
-    assert found["shared"] + SLIM + 2048 <= 228 << 10, "the dense MLP does not fit beside it"
+    assert found["shared"] + hopper.slim(kind) + 2048 <= 228 << 10, "the dense MLP does not fit beside it"
 
 
 @pytest.mark.parametrize("how", ["plain", "sided"])
@@ -118,7 +113,8 @@ def test_4_bit_experts_compile_for_hopper_and_leave_room_beside_two_programs(how
     assert found["threads"] == 256, "one group that multiplies, and four single warps"
     assert found["waits"] == 5, "every part waits by itself for the launch before"
     check_code(found)
-    assert pairs_gluon.PROGRAMS * (found["shared"] + 1024) + SLIM + 1024 <= 228 << 10, "the dense MLP does not fit"
+    taken = pairs_gluon.PROGRAMS * (found["shared"] + 1024)
+    assert taken + hopper.slim("fp8e4nv") + 1024 <= 228 << 10, "the dense MLP does not fit"
     left = (64 << 10) - pairs_gluon.PROGRAMS * found["threads"] * pairs_gluon.REGISTERS
     assert left >= 16 << 10, "… for want of registers"
 

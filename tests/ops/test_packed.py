@@ -336,31 +336,6 @@ def test_instructions_make_all_pieces(packing: Packing) -> None:
 
 # ---- the kernel --------------------------------------------------------------------------------------------------
 
-SLIM = """
-import json, sys
-from triton.compiler import ASTSource
-from diffusiongemma.ops import tiles
-from diffusiongemma.ops.product_triton import product_kernel
-from ops.hopper import aligned, compiled
-
-kind, fmt, shared = sys.argv[1], sys.argv[2], []
-for gated, inputs, outputs, tile in ((True, 2816, 2112, tiles.SLIM_GATED), (False, 2112, 2816, tiles.SLIM)):
-    types = dict(x=f"*{kind}", w=f"*{kind}", out="*bf16", rows="i32", capacity="i32")
-    known = dict(order=None, share=None, table=None, beyond=None, K=inputs, O=outputs, APART=inputs, TOP_K=1,
-                 FORMAT=fmt, GROUP=0, GATED=gated, ROUTED="no", T=tile.rows, BO=tile.outputs,
-                 STEP=tiles.step_of(fmt, inputs), STAGES=tile.stages, EXPERTS=0, AHEAD=0, FIRST=1, MORE=0, SMALL=0,
-                 STAY="", PLACED=False, HOPPER=1)
-    if fmt == "fp8":
-        types |= dict(x_scale="*fp32", w_scale="*fp32")
-    else:
-        known |= dict(x_scale=None, w_scale=None)
-    names = product_kernel.arg_names
-    kinds = {name: types.get(name, "constexpr") for name in names}
-    source = ASTSource(product_kernel, kinds, {n: v for n, v in known.items() if n in names}, aligned(kinds))
-    shared.append(compiled(source, num_warps=tile.warps).metadata.shared)
-print(json.dumps({"shared": max(shared)}))
-"""
-
 
 @pytest.mark.parametrize("block", [32, 64])
 @EVERY
@@ -375,7 +350,7 @@ def test_compiles_for_hopper_and_leaves_room(packing: Packing, block: int) -> No
     assert not found["unused"], "barriers whose memory others get"
     assert found["spilled"] <= (0 if block == 32 else 16)
     programs = packed_gluon.PROGRAMS
-    slim = hopper.run(SLIM, *(("bf16", "bf16") if wide else ("fp8e4nv", "fp8")))["shared"]
+    slim = hopper.slim("bf16" if wide else "fp8e4nv")
     assert programs * (found["shared"] + 1024) + slim + 1024 <= 228 << 10, "the dense MLP does not fit beside it"
     assert (64 << 10) - programs * found["threads"] * packed_gluon.REGISTERS >= 16 << 10, "… for want of registers"
 
